@@ -1,0 +1,89 @@
+"""One configuration object for every backend: tile shape and launch parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from shared.checks import ArgumentError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Tile shape and launch parameters of one GEMM launch. All backends take the same object.
+
+    block_m:    rows (slots) of an output tile; an expert's slots are padded to a multiple of it
+    block_n:    columns (output channels) of an output tile
+    block_k:    depth of one step of the stream over K
+    num_warps:  warps of 32 threads in a thread block; four make one Hopper warp-group
+    num_stages: depth of the software pipeline that loads x and w ahead of the matrix instruction
+    group_m:    tile rows walked together by order "grouped"; the other orders do not read it
+    swap_ab:    weights are the matrix instruction's left operand, so that its 64-row side is filled by output
+                channels and the tokens take the narrow side; the accumulator is (block_n, block_m)
+
+    Raises ArgumentError where a value is not allowed on any GPU or backend. What a particular backend or GPU
+    cannot honour, that backend refuses (`backends.moe_gemm` raises before it launches anything).
+    """
+
+    block_m: int = 16
+    block_n: int = 128
+    block_k: int = 128
+    num_warps: int = 4
+    num_stages: int = 4
+    group_m: int = 8
+    swap_ab: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            _check_integer(name, getattr(self, name))
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ArgumentError(f"config.{name}: got {value}; allowed: a power of two, 16 or more")
+        _check_integer("num_warps", self.num_warps)
+        if self.num_warps not in (1, 2, 4, 8, 16, 32):
+            raise ArgumentError(f"config.num_warps: got {self.num_warps}; allowed: 1, 2, 4, 8, 16, 32")
+        _check_integer("num_stages", self.num_stages)
+        if not 1 <= self.num_stages <= 16:
+            raise ArgumentError(f"config.num_stages: got {self.num_stages}; allowed: 1 to 16")
+        _check_integer("group_m", self.group_m)
+        if self.group_m < 1:
+            raise ArgumentError(f"config.group_m: got {self.group_m}; allowed: 1 or more")
+        if not isinstance(self.swap_ab, bool):
+            raise ArgumentError(f"config.swap_ab: got {self.swap_ab!r}; allowed: True or False")
+
+    def __str__(self) -> str:
+        swap = " swap" if self.swap_ab else ""
+        return (
+            f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages} g{self.group_m}{swap}"
+        )
+
+    def to_json(self) -> str:
+        """One JSON object; `from_json` gives an equal Config back."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Config:
+        return cls.from_mapping(json.loads(text))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Config:
+        """Config from a mapping of field names; an unknown name is an ArgumentError, not ignored."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ArgumentError(f"config: got unknown fields {unknown}; allowed: {sorted(known)}")
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> Config:
+        return dataclasses.replace(self, **changes)
+
+    def stage_bytes(self, x_itemsize: int, w_itemsize: int) -> int:
+        """Bytes of one pipeline stage: one K step of x and of w in shared memory."""
+        return self.block_k * (self.block_m * x_itemsize + self.block_n * w_itemsize)
+
+
+def _check_integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentError(f"config.{name}: got {value!r} ({type(value).__name__}); allowed: an int")
