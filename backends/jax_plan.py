@@ -1,0 +1,88 @@
+"""Planning and activation quantisation in jax.numpy, for the JAX backends: static shapes, no host synchronisation.
+
+`shared.planning` and `shared.fp8` are the specification; both functions here trace under `jax.jit`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shared.fp8 import FP8_MAX
+from shared.problem import Problem
+
+COUNTING_SLOTS = 2048
+"""Up to this many slots a slot's rank is counted by comparing all pairs of slots, which XLA fuses into one small
+kernel; past it a stable sort is cheaper than the quadratic comparison."""
+
+
+class Plan(NamedTuple):
+    """Index arrays, all int32. S = T * top_k slots, R = Problem.max_tile_rows(block_m).
+
+    sorted_slot (R * block_m,)  slot of each row of the sorted, padded matrix; S where the row is padding
+    tile_expert (R,)            expert of each tile row; -1 for rows of -1 slots, and past the tile rows in use
+    tile_rows   (1,)            tile rows in use
+    position    (S,)            row of each slot in the sorted, padded matrix: the inverse of sorted_slot
+    """
+
+    sorted_slot: jax.Array
+    tile_expert: jax.Array
+    tile_rows: jax.Array
+    position: jax.Array
+
+
+def plan(topk_ids: jax.Array, experts: int, block_m: int) -> Plan:
+    """Plan for topk_ids (T, top_k), int32, each in [-1, E): `shared.planning.plan` plus the inverse `position`.
+
+    Slots are ranked inside their bucket (an expert, or bucket E for -1) and each bucket starts at a multiple of
+    block_m. T >= 1.
+    """
+    slots = topk_ids.size
+    max_tile_rows = Problem(tokens=slots, experts=experts, n=1, k=1, top_k=1).max_tile_rows(block_m)
+    ids = topk_ids.reshape(-1).astype(jnp.int32)
+    bucket = jnp.where(ids < 0, experts, ids)
+    slot = jnp.arange(slots, dtype=jnp.int32)
+
+    of_bucket = bucket[:, None] == jnp.arange(experts + 1, dtype=jnp.int32)
+    counts = jnp.sum(of_bucket, axis=0, dtype=jnp.int32)
+    last_row = jnp.cumsum((counts + (block_m - 1)) // block_m, dtype=jnp.int32)
+    first_row = jnp.concatenate([jnp.zeros(1, jnp.int32), last_row[:-1]])
+
+    if slots <= COUNTING_SLOTS:
+        earlier = (bucket[None, :] == bucket[:, None]) & (slot[None, :] < slot[:, None])
+        rank = jnp.sum(earlier, axis=1, dtype=jnp.int32)
+    else:
+        order = jnp.argsort(bucket, stable=True)
+        first_slot = jnp.cumsum(counts, dtype=jnp.int32) - counts
+        rank = jnp.zeros(slots, jnp.int32).at[order].set(slot, unique_indices=True) - first_slot[bucket]
+
+    position = first_row[bucket] * block_m + rank
+    sorted_slot = jnp.full(max_tile_rows * block_m, slots, jnp.int32).at[position].set(slot, unique_indices=True)
+    row = jnp.arange(max_tile_rows, dtype=jnp.int32)
+    row_bucket = jnp.sum(last_row[None, :] <= row[:, None], axis=1, dtype=jnp.int32)
+    tile_expert = jnp.where(row_bucket < experts, row_bucket, -1)
+    return Plan(sorted_slot, tile_expert, last_row[-1:], position)
+
+
+def quantise_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x (T, K), float16 or bfloat16 -> e4m3 (T, K) and float32 scales (T,): the bytes of `shared.fp8.quantise_token`.
+
+    The largest magnitude is taken on the float32 bits, which order as the values do: no flushing of subnormals can
+    change a scale. A row with a value that is not finite gets scale NaN and 0 for that value.
+    """
+    values = x.astype(jnp.float32)
+    magnitude = jax.lax.bitcast_convert_type(values, jnp.int32) & 0x7FFFFFFF
+    finite = magnitude < 0x7F800000
+    amax = jnp.max(jnp.where(finite, magnitude, 0), axis=1)
+    exponent = (amax >> 23) - 127
+    exponent = jnp.where(amax == 0, 0, jnp.maximum(exponent - 8 + ((amax & 0x7FFFFF) > 0x600000), -100))
+    scaled = jnp.where(finite, values * _power_of_two(-exponent)[:, None], 0)
+    q = jnp.clip(scaled, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)
+    return q, jnp.where(jnp.all(finite, axis=1), _power_of_two(exponent), jnp.nan)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """2**exponent in float32, exact, for int32 exponents of normal numbers (-126 to 127)."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
