@@ -1,0 +1,130 @@
+"""Arrays of torch, JAX and NumPy: described for the checks, and carried from one to another.
+
+torch and JAX exchange through DLPack without a copy, on the CPU and on a GPU. NumPy arrays (FP8 and bfloat16 through
+ml_dtypes) share memory with the CPU; for a GPU they are copied to it, and the result back.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shared.checks import ArgumentError, ArraySpec, DtypeError
+
+# Dtypes that NumPy has only through ml_dtypes cross to torch as integers of the same size, then viewed.
+_CARRIERS = {"float8_e4m3fn": np.uint8, "bfloat16": np.int16}
+_ML_DTYPES = {name: np.dtype(getattr(ml_dtypes, name)) for name in _CARRIERS}
+
+
+def kind_of(name: str, array: Any) -> str:
+    """"torch", "jax" or "numpy"; DtypeError naming the argument for anything else."""
+    if isinstance(array, np.ndarray):
+        return "numpy"
+    for kind, type_name in (("torch", "Tensor"), ("jax", "Array")):
+        module = sys.modules.get(kind)  # an array of a framework exists only if the framework is imported
+        if module is not None and isinstance(array, getattr(module, type_name)):
+            return kind
+    raise DtypeError(f"{name}: got {type(array).__name__}; allowed: a torch.Tensor, a jax.Array or a numpy.ndarray")
+
+
+def is_traced(array: Any) -> bool:
+    """Whether this is a JAX tracer, whose values and device are not known yet."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(array, jax.core.Tracer)
+
+
+def describe(name: str, array: Any) -> ArraySpec:
+    """ArraySpec of one argument."""
+    kind = kind_of(name, array)
+    shape = tuple(int(size) for size in array.shape)
+    if kind == "torch":
+        dtype = str(array.dtype).removeprefix("torch.")
+        return ArraySpec(shape=shape, dtype=dtype, strides=array.stride(), device=str(array.device), kind=kind)
+    if kind == "jax":
+        return ArraySpec(shape=shape, dtype=array.dtype.name, strides=None, device=_jax_device(name, array), kind=kind)
+    strides = tuple(stride // array.itemsize for stride in array.strides)
+    return ArraySpec(shape=shape, dtype=array.dtype.name, strides=strides, device="cpu", kind=kind)
+
+
+def to_host(array: Any) -> np.ndarray:
+    """The values as a NumPy array; waits for the device and copies from it."""
+    if isinstance(array, np.ndarray):
+        return array
+    if kind_of("array", array) == "torch":
+        return torch_to_numpy(array.detach().cpu())
+    return np.asarray(array)
+
+
+def numpy_to_torch(array: np.ndarray) -> Any:
+    """CPU tensor over the same memory; a read-only array (JAX's) is copied, as torch cannot promise not to write."""
+    import torch
+
+    carrier = _CARRIERS.get(array.dtype.name)
+    source = array if carrier is None else array.view(carrier)
+    if not source.flags.writeable:
+        source = source.copy()
+    tensor = torch.from_numpy(source)
+    return tensor if carrier is None else tensor.view(getattr(torch, array.dtype.name))
+
+
+def torch_to_numpy(tensor: Any) -> np.ndarray:
+    """NumPy array over the same memory as a CPU tensor."""
+    import torch
+
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _CARRIERS:
+        return tensor.numpy()
+    carrier = {np.uint8: torch.uint8, np.int16: torch.int16}[_CARRIERS[name]]
+    return tensor.view(carrier).numpy().view(_ML_DTYPES[name])
+
+
+def to_framework(array: Any, framework: str, *, on_gpu: bool) -> Any:
+    """`array` as a torch tensor or a JAX array. on_gpu: NumPy arrays go to the GPU instead of staying on the CPU."""
+    kind = kind_of("array", array)
+    if kind == framework:
+        return array
+    if kind == "numpy":
+        if framework == "torch":
+            tensor = numpy_to_torch(array)
+            return tensor.cuda() if on_gpu else tensor
+        import jax
+
+        return jax.device_put(array, jax.devices("gpu" if on_gpu else "cpu")[0])
+    if framework == "torch":
+        import torch
+
+        return torch.from_dlpack(array)
+    import jax
+
+    return jax.dlpack.from_dlpack(array)
+
+
+def from_framework(array: Any, kind: str) -> Any:
+    """The result, back as the kind of array that the caller passed."""
+    if kind == "numpy":
+        return to_host(array)
+    return to_framework(array, kind, on_gpu=False)
+
+
+def empty(shape: tuple[int, ...], like: Any) -> Any:
+    """An array of no elements: `like`'s kind, dtype and device."""
+    kind = kind_of("x", like)
+    if kind == "torch":
+        return like.new_empty(shape)
+    if kind == "numpy":
+        return np.empty(shape, like.dtype)
+    import jax.numpy as jnp
+
+    return jnp.zeros(shape, like.dtype)
+
+
+def _jax_device(name: str, array: Any) -> str | None:
+    if is_traced(array):
+        return None
+    devices = array.devices()
+    if len(devices) > 1:
+        raise ArgumentError(f"{name}: got an array sharded over {len(devices)} devices; allowed: one device")
+    return str(next(iter(devices)))

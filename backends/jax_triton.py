@@ -1,0 +1,212 @@
+"""JAX-Triton: launches the kernels of triton_kernel.py on JAX arrays through jax-triton, inside jax.jit."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from backends import triton_launch
+from backends.compiled import Compiled
+from shared.config import Config
+from shared.problem import Problem
+
+if TYPE_CHECKING:
+    import jax
+
+NAME = "jax-triton"
+FRAMEWORK = "jax"
+KERNEL_NAME = "moe_gemm_kernel"
+
+
+def unavailable(*, interpret: bool) -> str | None:
+    """Why this backend cannot run here and what to do about it; None if it can."""
+    try:
+        import jax
+        import jax_triton  # noqa: F401
+    except Exception as error:
+        # jax-triton raises more than ImportError where its versions of jax and triton do not fit together.
+        return (
+            f"{type(error).__name__}: {error}; install versions that fit together "
+            "(jax>=0.11,<0.12 with jax-triton>=0.4.1 and triton>=3.7)"
+        )
+    if interpret:
+        from backends import torch_triton
+
+        return torch_triton.unavailable(interpret=True)  # the interpreter computes on CPU tensors
+    if not any(device.platform == "gpu" for device in jax.devices()):
+        return (
+            "JAX sees no CUDA GPU; run on a machine with an NVIDIA GPU and jax[cuda13], "
+            "or pass interpret=True for the CPU"
+        )
+    return None
+
+
+def unsupported(problem: Problem, config: Config) -> str | None:
+    return triton_launch.unsupported(problem, config)
+
+
+def moe_gemm(
+    x: jax.Array,
+    w: jax.Array,
+    topk_ids: jax.Array,
+    w_scale: jax.Array | None,
+    topk_weight: jax.Array | None,
+    *,
+    problem: Problem,
+    order: str,
+    config: Config,
+    interpret: bool = False,
+    fill: float | None = None,
+) -> jax.Array:
+    """y (T, top_k, N) in the dtype of x; arguments as in shared/problem.py, already checked. Traceable by jax.jit.
+
+    fill: value that y is filled with before the kernel writes it, so that an unwritten element shows.
+    """
+    return _jitted()(
+        x, w, topk_ids, w_scale, topk_weight, problem=problem, order=order, config=config, interpret=interpret, fill=fill
+    )
+
+
+@functools.cache
+def _jitted() -> Any:
+    import jax
+
+    return jax.jit(_moe_gemm, static_argnames=("problem", "order", "config", "interpret", "fill"))
+
+
+def _moe_gemm(
+    x: jax.Array,
+    w: jax.Array,
+    topk_ids: jax.Array,
+    w_scale: jax.Array | None,
+    topk_weight: jax.Array | None,
+    *,
+    problem: Problem,
+    order: str,
+    config: Config,
+    interpret: bool,
+    fill: float | None,
+) -> jax.Array:
+    import jax
+    import jax.numpy as jnp
+
+    launch = _launch_interpreted if interpret else _launch
+
+    max_tile_rows = problem.max_tile_rows(config.block_m)
+    sorted_slot, tile_expert, tile_rows = launch(
+        "plan_kernel",
+        triton_launch.plan_grid(problem),
+        {"topk_ids_ptr": topk_ids, "slots": problem.slots},
+        {
+            "sorted_slot_ptr": jax.ShapeDtypeStruct((max_tile_rows * config.block_m,), jnp.int32),
+            "tile_expert_ptr": jax.ShapeDtypeStruct((max_tile_rows,), jnp.int32),
+            "tile_rows_ptr": jax.ShapeDtypeStruct((1,), jnp.int32),
+        },
+        triton_launch.plan_constants(problem, config.block_m),
+    )
+
+    x_scale = None
+    if problem.quantises_x:
+        q, x_scale = launch(
+            "quantise_kernel",
+            problem.tokens,
+            {"x_ptr": x},
+            {
+                "q_ptr": jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn),
+                "scale_ptr": jax.ShapeDtypeStruct((problem.tokens,), jnp.float32),
+            },
+            triton_launch.quantise_constants(problem, problem.k),
+        )
+    else:
+        q = x
+
+    # A pointer that the kernel does not read still has to be one: tile_rows stands in.
+    arguments = {
+        "x_ptr": q,
+        "w_ptr": w,
+        "w_scale_ptr": tile_rows if w_scale is None else w_scale,
+        "x_scale_ptr": tile_rows if x_scale is None else x_scale,
+        "topk_weight_ptr": tile_rows if topk_weight is None else topk_weight,
+        "sorted_slot_ptr": sorted_slot,
+        "tile_expert_ptr": tile_expert,
+        "tile_rows_ptr": tile_rows,
+        "slots": problem.slots,
+    }
+    y_type = jax.ShapeDtypeStruct((problem.tokens, problem.top_k, problem.n), x.dtype)
+    constants = triton_launch.gemm_constants(
+        problem, order, config, x_stride=problem.k, w_stride_e=problem.n * problem.k, w_stride_n=problem.k
+    )
+    grid = triton_launch.gemm_grid(problem, order, config)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    (y,) = launch("moe_gemm_kernel", grid, arguments, {"y_ptr": y_type}, constants | options, fill)
+    return y
+
+
+def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
+    """The GEMM kernel as jax-triton compiles it for sm_90, lowered from `moe_gemm` itself with no device needed."""
+    from backends import jax_lowering
+
+    return jax_lowering.compile_jax_triton(moe_gemm, KERNEL_NAME, problem, order, config)
+
+
+def _launch(
+    kernel_name: str,
+    grid: int,
+    inputs: dict[str, Any],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    constants: dict[str, Any],
+    fill: float | None = None,
+) -> list[jax.Array]:
+    """Results in the order of `outputs`. fill: as moe_gemm's, for a launch with one output."""
+    import jax
+    import jax.numpy as jnp
+    import jax_triton
+
+    from backends import triton_kernel
+
+    kernel = getattr(triton_kernel, kernel_name)
+    if fill is None:
+        return jax_triton.triton_call(
+            **inputs, kernel=kernel, grid=grid, out_type=list(outputs.values()), name=kernel_name, **constants
+        )
+    ((name, out),) = outputs.items()
+    y = jax.new_ref(jnp.full(out.shape, fill, out.dtype))  # the kernel writes into the filled buffer
+    jax_triton.triton_call(
+        **inputs, **{name: y}, kernel=kernel, grid=grid, out_type=[], name=kernel_name, **constants
+    )
+    return [y[...]]
+
+
+def _launch_interpreted(
+    kernel_name: str,
+    grid: int,
+    inputs: dict[str, Any],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    constants: dict[str, Any],
+    fill: float | None = None,
+) -> list[jax.Array]:
+    """As `_launch`, through Triton's interpreter on the host. Outputs start as NaN bytes: nothing unwritten looks right."""
+    import jax
+    import numpy as np
+
+    from backends import arrays, triton_interpreter
+
+    scalars = {name: value for name, value in inputs.items() if isinstance(value, int)}
+    names = [name for name in inputs if name not in scalars]
+
+    def on_host(*values: jax.Array) -> list[np.ndarray]:
+        tensors = {
+            name: arrays.numpy_to_torch(np.asarray(value)) for name, value in zip(names, values, strict=True)
+        }
+        results = {
+            name: np.frombuffer(bytearray(b"\xff" * (out.size * out.dtype.itemsize)), out.dtype).reshape(out.shape)
+            for name, out in outputs.items()
+        }
+        if fill is not None:
+            for result in results.values():
+                result[...] = fill
+        tensors |= {name: arrays.numpy_to_torch(result) for name, result in results.items()}
+        triton_interpreter.launch(kernel_name, grid, **tensors, **scalars, **constants)
+        return list(results.values())
+
+    return jax.pure_callback(on_host, list(outputs.values()), *(inputs[name] for name in names))

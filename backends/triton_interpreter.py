@@ -1,0 +1,119 @@
+"""Run a Triton kernel on CPU tensors in this process, with Triton's own interpreter.
+
+Triton decides when a function is decorated whether it will be compiled or interpreted (TRITON_INTERPRET=1), for its own
+standard library too, so a process normally has one or the other. Here the kernel file is loaded a second time with
+interpretation on, and while such a kernel runs Triton's library functions are interpreted ones as well; afterwards
+everything is as before. One launch at a time.
+
+Triton 3.8's interpreter multiplies the bit patterns of bfloat16 operands in tl.dot (triton issue 11584), truncates
+float32 to bfloat16, and rounds halves to FP8 up without a carry. While it runs here, its conversions and its dot are
+NumPy's and ml_dtypes' instead: round to nearest even, FP8 saturating as the hardware's conversion does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_lock = threading.RLock()
+
+
+def launch(kernel_name: str, grid: int, *arguments: Any, **constants: Any) -> None:
+    """Interpret `kernel_name` of triton_kernel.py over a one-dimensional grid. Arguments: CPU tensors and numbers."""
+    with _lock, _interpreted_library():
+        getattr(_interpreted_kernels(), kernel_name)[(grid,)](*arguments, **constants)
+
+
+@functools.cache
+def _interpreted_kernels() -> ModuleType:
+    """A second copy of backends/triton_kernel.py whose functions are interpreted."""
+    path = Path(__file__).with_name("triton_kernel.py")
+    name = "backends._interpreted_triton_kernel"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def _library_functions() -> list[tuple[Any, str, Any, Any]]:
+    """(module, name, compiled, interpreted) for each @triton.jit function of Triton's own language library."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    interpreted: dict[int, Any] = {}
+    replaced = []
+    modules = [m for name, m in sys.modules.items() if name == "triton.language" or name.startswith("triton.language.")]
+    for module in [*modules, tl.core.tensor]:
+        for name, member in list(vars(module).items()):
+            if isinstance(member, JITFunction):
+                twin = interpreted.setdefault(id(member), InterpretedFunction(member.fn))
+                replaced.append((module, name, member, twin))
+    return replaced
+
+
+@contextlib.contextmanager
+def _interpreted_library() -> Iterator[None]:
+    import triton
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    replaced = [*_library_functions(), (triton.knobs.runtime, "interpret", triton.knobs.runtime.interpret, True)]
+    for name, exact in (("create_dot", _dot), ("cast_impl", _cast), ("create_fp_to_fp", _cast)):
+        replaced.append((InterpreterBuilder, name, vars(InterpreterBuilder)[name], exact))
+    for owner, name, _, twin in replaced:
+        setattr(owner, name, twin)
+    try:
+        yield
+    finally:
+        for owner, name, original, _ in replaced:
+            setattr(owner, name, original)
+
+
+def _dot(builder: Any, a: Any, b: Any, accumulator: Any, *options: Any) -> Any:
+    """accumulator + a @ b in float32. Handles carry bfloat16 as uint16 and e4m3 as uint8, as the interpreter does."""
+    product = np.matmul(_values(a), _values(b), dtype=np.float32)
+    return type(a)(product + accumulator.data, accumulator.dtype.scalar)
+
+
+def _cast(builder: Any, source: Any, target_type: Any, *rounding_mode: Any) -> Any:
+    target = target_type.scalar
+    values = _values(source)
+    if target.name in _STORED_AS_INTEGER:
+        dtype, limit = _STORED_AS_INTEGER[target.name]
+        values = values.astype(np.float32)
+        values = values if limit is None else np.clip(values, -limit, limit)
+        data = values.astype(dtype).view(np.uint8 if dtype.itemsize == 1 else np.uint16)
+    else:
+        from triton.runtime.interpreter import _get_np_dtype
+
+        data = values.astype(_get_np_dtype(target_type))
+    return type(source)(data, target)
+
+
+_STORED_AS_INTEGER = {
+    "bf16": (np.dtype(ml_dtypes.bfloat16), None),
+    "fp8e4nv": (np.dtype(ml_dtypes.float8_e4m3fn), 448.0),
+}
+
+
+def _values(handle: Any) -> np.ndarray:
+    """The numbers that a handle's data stands for; float32 where NumPy has no such dtype of its own."""
+    name = handle.dtype.scalar.name
+    if name not in _STORED_AS_INTEGER:
+        return handle.data
+    dtype, _ = _STORED_AS_INTEGER[name]
+    return handle.data.view(dtype).astype(np.float32)

@@ -1,0 +1,135 @@
+"""How the Triton kernels are launched, once for PyTorch and JAX: grids, compile-time constants, what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backends.compiled import Compiled, compile_ptx
+from shared.config import Config
+from shared.problem import SCALE_BLOCK, Problem
+
+SHARED_MEMORY_LIMIT = 232448
+"""Bytes of shared memory that a thread block can have on Hopper (227 KiB)."""
+
+PUBLISHED = "published-2024"
+"""The 2024 article's mapping, for its reproduction only: `backends.moe_gemm` does not know it."""
+
+
+def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIMIT) -> str | None:
+    """Why the kernel cannot honour this combination; None if it can. `limit`: the GPU's shared memory per block."""
+    if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
+        return (
+            f"config.block_k: got {config.block_k} with one weight scale per {SCALE_BLOCK}x{SCALE_BLOCK} block; "
+            f"allowed: a divisor of {SCALE_BLOCK}"
+        )
+    # fp8 x fp8 instructions take 32 values of K at a time.
+    if problem.quantises_x and config.block_k < 32:
+        return f"config.block_k: got {config.block_k} in mode fp8-w8a8; allowed: 32 or more"
+    needed = config.num_stages * config.stage_bytes(problem.x_itemsize, problem.w_itemsize)
+    if needed > limit:
+        return (
+            f"config: got {config}, which needs {needed} bytes of shared memory ({config.num_stages} stages); "
+            f"allowed: {limit} on this GPU"
+        )
+    accumulator = config.block_m * config.block_n
+    if accumulator > 256 * 32 * config.num_warps // 2:
+        return (
+            f"config: got a {config.block_m}x{config.block_n} float32 accumulator for {config.num_warps} warps; "
+            f"allowed: at most {128 * 32 * config.num_warps} elements, half the registers"
+        )
+    return None
+
+
+def gemm_grid(problem: Problem, order: str, config: Config) -> int:
+    """Programs of one GEMM launch: the most tiles that any routing can need."""
+    tile_cols = problem.tile_cols(config.block_n)
+    if order == PUBLISHED:
+        return published_grid_m(problem, config) * tile_cols
+    return problem.max_tile_rows(config.block_m) * tile_cols
+
+
+def published_grid_m(problem: Problem, config: Config) -> int:
+    """The article's padded number of tile rows."""
+    return -(-(problem.slots + problem.experts * (config.block_m - 1)) // config.block_m)
+
+
+def gemm_constants(
+    problem: Problem, order: str, config: Config, *, x_stride: int, w_stride_e: int, w_stride_n: int
+) -> dict[str, Any]:
+    """Compile-time arguments of `moe_gemm_kernel`. Strides in elements."""
+    return {
+        "x_stride": x_stride,
+        "w_stride_e": w_stride_e,
+        "w_stride_n": w_stride_n,
+        "N": problem.n,
+        "K": problem.k,
+        "TOP_K": problem.top_k,
+        "SCALES": problem.scale_layout or "none",
+        "QUANTISED_X": problem.quantises_x,
+        "ROUTING_WEIGHT": problem.routing_weight,
+        "ORDER": order,
+        "PUBLISHED_GRID_M": published_grid_m(problem, config) if order == PUBLISHED else 0,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "SWAP_AB": config.swap_ab,
+    }
+
+
+def plan_grid(problem: Problem) -> int:
+    return problem.experts + 1
+
+
+def plan_constants(problem: Problem, block_m: int) -> dict[str, Any]:
+    """Compile-time arguments of `plan_kernel`."""
+    return {
+        "E": problem.experts,
+        "MAX_TILE_ROWS": problem.max_tile_rows(block_m),
+        "BLOCK_M": block_m,
+        "BUCKETS": max(16, 1 << problem.experts.bit_length()),
+        "CHUNK": 1024 if problem.slots > 128 else 128,
+    }
+
+
+def quantise_constants(problem: Problem, x_stride: int) -> dict[str, Any]:
+    """Compile-time arguments of `quantise_kernel`."""
+    return {"x_stride": x_stride, "K": problem.k, "CHUNK": 1024}
+
+
+def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
+    """Compile the GEMM kernel for sm_90 without a device: compact x and w, pointers aligned to 16 bytes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from backends import triton_kernel
+
+    kernel = triton_kernel.moe_gemm_kernel
+    constants = gemm_constants(
+        problem, order, config, x_stride=problem.k, w_stride_e=problem.n * problem.k, w_stride_n=problem.k
+    )
+    activation = {"float16": "*fp16", "bfloat16": "*bf16"}[problem.activation]
+    signature = {
+        "x_ptr": "*fp8e4nv" if problem.quantises_x else activation,
+        "w_ptr": "*fp8e4nv" if problem.is_fp8 else activation,
+        "w_scale_ptr": "*fp32",
+        "x_scale_ptr": "*fp32",
+        "topk_weight_ptr": "*fp32",
+        "sorted_slot_ptr": "*i32",
+        "tile_expert_ptr": "*i32",
+        "tile_rows_ptr": "*i32",
+        "y_ptr": activation,
+        "slots": "i32",
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    pointers = [index for index, name in enumerate(kernel.arg_names) if name.endswith("_ptr")]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs=constants,
+        attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_ptx(compiled.asm["ptx"], compiled.metadata.shared)
