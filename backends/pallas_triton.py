@@ -1,0 +1,286 @@
+"""The MoE GEMM in Pallas, lowered through Triton (JAX's `jax.experimental.pallas.triton`).
+
+One program computes one output tile of block_m slots x block_n channels of y (T*top_k, N):
+
+    sorted_slot  0  3  9  S  | 1  2  S  S | ...      block_m rows a tile row; S marks padding
+    tile_expert       0      |      2     | ...      all slots of a tile row go to one expert
+
+    Locate tile   program id -> (tile row, tile column), in the order asked for
+    Gather rows   the tile row's slots -> their tokens' rows of x, its expert -> that expert's weights
+    Stream K      accumulate x[token, k] * w[expert, n, k] in float32, block_k at a time
+    Scale         FP8 scales and the routing weight, in float32
+    Store         to the rows of y that the slots name
+
+Every ref is a whole array and every index an integer array: rows are gathered, which block specs cannot say.
+JAX 0.11 deprecates this lowering for Mosaic GPU (`pallas_mosaic`); it is the nearest port of a Triton kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from backends.compiled import Compiled
+from backends.jax_plan import plan, quantise_tokens
+from backends.pallas_triton_ops import dot_fp8, needs_wide_load, wide_load
+from shared.config import Config
+from shared.problem import SCALE_BLOCK, Problem, ceil_div
+
+NAME = "pallas-triton"
+FRAMEWORK = "jax"
+KERNEL_NAME = "moe_gemm_pallas_triton"
+
+SHARED_BYTES = 232448
+"""Shared memory that one thread block may use on Hopper."""
+
+
+def locate_tile(
+    pid: jax.Array, tile_rows: jax.Array, tile_cols: int, order: str, group_m: int
+) -> tuple[jax.Array, jax.Array]:
+    """Program id -> (tile row, tile column); see shared/orders.py, the specification. int32 scalars."""
+    if order == "row":
+        return lax.div(pid, tile_cols), lax.rem(pid, tile_cols)
+    if order == "column":
+        return lax.rem(pid, tile_rows), lax.div(pid, tile_rows)
+    band = group_m * tile_cols
+    first_row = lax.div(pid, band) * group_m
+    rows = jnp.minimum(group_m, tile_rows - first_row)
+    in_band = lax.rem(pid, band)
+    return first_row + lax.rem(in_band, rows), lax.div(in_band, rows)
+
+
+def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -> None:
+    """One output tile. `ref` holds the refs of `_operands` by name, and "y" (T*top_k, N)."""
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    n_size, k_size, slots = problem.n, problem.k, problem.slots
+
+    # Locate tile
+    pid = pl.program_id(0)
+    tile_rows = ref["tile_rows"][0]
+    tile_cols = problem.tile_cols(block_n)
+
+    @pl.when(pid < tile_rows * tile_cols)
+    def _tile() -> None:
+        row, col = locate_tile(pid, tile_rows, tile_cols, order, config.group_m)
+
+        # Gather rows
+        slot = ref["sorted_slot"][pl.ds(row * block_m, block_m)]
+        row_valid = slot < slots
+        token = lax.div(slot, problem.top_k)
+        expert = ref["tile_expert"][row]
+        n = col * block_n + lax.iota(jnp.int32, block_n)
+        k_of_step = lax.iota(jnp.int32, block_k)
+        # Past the last channel, channel N - 1 is read again instead of masking: its products are never stored, and
+        # unmasked loads stay 16 bytes wide.
+        n_read = n if n_size % block_n == 0 else jnp.minimum(n, n_size - 1)
+
+        def store(y: jax.Array) -> None:
+            valid = row_valid[:, None] & (n < n_size)[None, :]
+            plt.store(ref["y"].at[slot[:, None], n[None, :]], y.astype(ref["y"].dtype), mask=valid)
+
+        @pl.when(expert < 0)
+        def _zero() -> None:
+            store(jnp.zeros((block_m, block_n), jnp.float32))
+
+        @pl.when(expert >= 0)
+        def _gemm() -> None:
+            # Stream K
+            def step(index: jax.Array, acc: jax.Array) -> jax.Array:
+                k = index * block_k + k_of_step
+                x_valid, w_valid = row_valid[:, None], None
+                if k_size % block_k:  # both tails are masked: 0 * NaN is NaN
+                    w_valid = (k < k_size)[None, :]
+                    x_valid = x_valid & w_valid
+                x = _load(ref["x"], (token[:, None], k[None, :]), (block_m, block_k), x_valid)
+                w = _load(ref["w"], (expert, n_read[:, None], k[None, :]), (block_n, block_k), w_valid)
+                if not problem.quantises_x:
+                    w = w.astype(x.dtype)
+                left, right = (w, x) if config.swap_ab else (x, w)
+                if problem.scale_layout != "block":
+                    return _dot(left, right, acc)
+                # block_k divides 128, so one step lies in one column of scale blocks.
+                scale_col = lax.div(index * block_k, SCALE_BLOCK)
+                block_scale = plt.load(ref["w_scale"].at[expert, lax.div(n_read, SCALE_BLOCK), scale_col])
+                return acc + _dot(left, right, jnp.zeros_like(acc)) * _of_channels(block_scale, config)
+
+            acc_shape = (block_n, block_m) if config.swap_ab else (block_m, block_n)
+            acc = lax.fori_loop(0, ceil_div(k_size, block_k), step, jnp.zeros(acc_shape, jnp.float32))
+
+            # Scale
+            if problem.scale_layout == "channel":
+                acc = acc * _of_channels(ref["w_scale"][expert, n_read], config)
+            if problem.quantises_x:
+                x_scale = plt.load(ref["x_scale"].at[token], mask=row_valid, other=0.0)
+                acc = acc * _of_rows(x_scale, config)
+            if problem.routing_weight:
+                weight = plt.load(ref["topk_weight"].at[slot], mask=row_valid, other=0.0)
+                acc = acc * _of_rows(weight, config)
+
+            # Store
+            store(acc.T if config.swap_ab else acc)
+
+
+def _dot(left: jax.Array, right: jax.Array, acc: jax.Array) -> jax.Array:
+    """acc + left @ right.T in float32: left (M, K), right (N, K), acc (M, N)."""
+    if left.dtype == jnp.float8_e4m3fn:
+        return dot_fp8(left, right, acc)
+    return acc + lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _of_channels(scale: jax.Array, config: Config) -> jax.Array:
+    """scale (block_n,), shaped to multiply the accumulator."""
+    return scale[:, None] if config.swap_ab else scale[None, :]
+
+
+def _of_rows(scale: jax.Array, config: Config) -> jax.Array:
+    """scale (block_m,), shaped to multiply the accumulator."""
+    return scale[None, :] if config.swap_ab else scale[:, None]
+
+
+def _load(ref: Any, index: tuple[jax.Array, ...], shape: tuple[int, ...], mask: jax.Array | None) -> jax.Array:
+    """ref[index], of `shape`; zero where the mask is false."""
+    other = None if mask is None else 0.0
+    mask = None if mask is None else jnp.broadcast_to(mask, shape)
+    if needs_wide_load(ref):
+        return wide_load(ref.at[index], mask, other)
+    return plt.load(ref.at[index], mask=mask, other=other)
+
+
+def _operands(problem: Problem, block_m: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Name, shape and dtype of what the GEMM kernel reads, in order."""
+    activation = jnp.dtype(problem.activation)
+    fp8 = jnp.dtype(jnp.float8_e4m3fn)
+    tile_rows = problem.max_tile_rows(block_m)
+    operands = {
+        "sorted_slot": jax.ShapeDtypeStruct((tile_rows * block_m,), jnp.int32),
+        "tile_expert": jax.ShapeDtypeStruct((tile_rows,), jnp.int32),
+        "tile_rows": jax.ShapeDtypeStruct((1,), jnp.int32),
+        "x": jax.ShapeDtypeStruct((problem.tokens, problem.k), fp8 if problem.quantises_x else activation),
+        "w": jax.ShapeDtypeStruct((problem.experts, problem.n, problem.k), fp8 if problem.is_fp8 else activation),
+    }
+    if problem.w_scale_shape is not None:
+        operands["w_scale"] = jax.ShapeDtypeStruct(problem.w_scale_shape, jnp.float32)
+    if problem.quantises_x:
+        operands["x_scale"] = jax.ShapeDtypeStruct((problem.tokens,), jnp.float32)
+    if problem.routing_weight:
+        operands["topk_weight"] = jax.ShapeDtypeStruct((problem.slots,), jnp.float32)
+    return operands
+
+
+def _launch(
+    arrays: dict[str, Any], problem: Problem, order: str, config: Config, interpret: bool, y_before: Any | None = None
+) -> jax.Array:
+    """The GEMM kernel alone: y (T*top_k, N). y_before: what y's buffer holds before it runs."""
+    names = list(arrays)
+    operands = [arrays[name] for name in names]
+    aliases = {}
+    if y_before is not None:
+        aliases[len(operands)] = 0
+        operands.append(y_before)
+        names.append("y_before")  # the same buffer as y; the kernel does not read it
+
+    def moe_gemm_pallas_triton(*refs: Any) -> None:
+        _kernel(dict(zip([*names, "y"], refs, strict=True)), problem, order, config)
+
+    return pl.pallas_call(
+        moe_gemm_pallas_triton,
+        out_shape=jax.ShapeDtypeStruct((problem.slots, problem.n), jnp.dtype(problem.activation)),
+        grid=(problem.max_tile_rows(config.block_m) * problem.tile_cols(config.block_n),),
+        input_output_aliases=aliases,
+        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+    )(*operands)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "order", "config", "interpret"))
+def _moe_gemm(
+    x: jax.Array,
+    w: jax.Array,
+    topk_ids: jax.Array,
+    w_scale: jax.Array | None,
+    topk_weight: jax.Array | None,
+    fill: jax.Array | None,
+    *,
+    problem: Problem,
+    order: str,
+    config: Config,
+    interpret: bool,
+) -> jax.Array:
+    planned = plan(topk_ids, problem.experts, config.block_m)
+    x, x_scale = quantise_tokens(x) if problem.quantises_x else (x, None)
+    values = {
+        "sorted_slot": planned.sorted_slot,
+        "tile_expert": planned.tile_expert,
+        "tile_rows": planned.tile_rows,
+        "x": x,
+        "w": w,
+        "w_scale": w_scale,
+        "x_scale": x_scale,
+        "topk_weight": None if topk_weight is None else topk_weight.reshape(-1),
+    }
+    arrays = {name: values[name] for name in _operands(problem, config.block_m)}
+    y_before = None
+    if fill is not None:
+        y_before = jnp.full((problem.slots, problem.n), fill, jnp.dtype(problem.activation))
+    y = _launch(arrays, problem, order, config, interpret, y_before)
+    return y.reshape(problem.tokens, problem.top_k, problem.n)
+
+
+def moe_gemm(
+    x: jax.Array,
+    w: jax.Array,
+    topk_ids: jax.Array,
+    w_scale: jax.Array | None,
+    topk_weight: jax.Array | None,
+    *,
+    problem: Problem,
+    order: str,
+    config: Config,
+    interpret: bool = False,
+    fill: float | None = None,
+) -> jax.Array:
+    """y (T, top_k, N) in the dtype of x; shapes and dtypes as in shared/problem.py. Traceable by jax.jit.
+
+    order: one of shared.orders.ORDERS. fill: value that y's buffer is filled with before the kernel runs.
+    interpret: run in Pallas's interpreter on the CPU.
+    """
+    with warnings.catch_warnings():
+        # JAX 0.11 says at every lowering what this module's docstring says; nothing else is silenced. A caller's own
+        # jax.jit lowers after this call has returned, and shows it.
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        return _moe_gemm(
+            x, w, topk_ids, w_scale, topk_weight, fill, problem=problem, order=order, config=config, interpret=interpret
+        )
+
+
+def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
+    """The GEMM kernel compiled by XLA for sm_90a, with no GPU in the machine."""
+    from backends.xla_compile import compile_kernel
+
+    operands = _operands(problem, config.block_m)
+
+    def launch(*arrays: jax.Array) -> jax.Array:
+        return _launch(dict(zip(operands, arrays, strict=True)), problem, order, config, interpret=False)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        return compile_kernel(launch, list(operands.values()))
+
+
+def unavailable(*, interpret: bool) -> str | None:
+    """Why this backend cannot run here and what to do about it; None if it can."""
+    if not interpret and jax.default_backend() != "gpu":
+        return "JAX sees no GPU; install jax[cuda13] on a machine with an NVIDIA GPU, or pass interpret=True for the CPU"
+    return None
+
+
+def unsupported(problem: Problem, config: Config) -> str | None:
+    """Why the kernel cannot honour this combination; None if it can."""
+    return None

@@ -1,0 +1,84 @@
+"""Two operations that Triton has and Pallas's Triton lowering does not offer, as JAX primitives of our own.
+
+Both go through internals of JAX (0.11). `pallas_triton` is their only user.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src import core as jax_core
+from jax._src import tree_util
+from jax._src.lib.triton import dialect as triton_dialect
+from jax._src.pallas import primitives as pallas_primitives
+from jax._src.pallas.triton import lowering
+from jax._src.state import discharge
+from jax._src.state import primitives as state_primitives
+from jax.interpreters import mlir
+
+IMPRECISE_ACCUMULATIONS = 2**30
+"""Triton's own default on Hopper: partial sums stay in the matrix unit's accumulator over the whole of K."""
+
+_dot_fp8_p = jax_core.Primitive("dot_fp8")
+_wide_load_p = jax_core.Primitive("wide_load")
+
+
+def dot_fp8(left: jax.Array, right: jax.Array, acc: jax.Array) -> jax.Array:
+    """acc + left @ right.T: left (M, K), right (N, K), both float8_e4m3fn; acc (M, N), float32.
+
+    Pallas lowers `lax.dot_general` to a tt.dot that promises to promote every partial sum. Triton then widens both
+    operands to float16 instead of using Hopper's e4m3 instruction, which cannot keep that promise.
+    """
+    return _dot_fp8_p.bind(left, right, acc)
+
+
+def wide_load(ref: Any, mask: jax.Array | None, other: float | None) -> jax.Array:
+    """`pallas.triton.load` with 64-bit offsets: for one-byte arrays of more than 2**31 and at most 2**32 elements.
+
+    Pallas computes offsets in 32 bits, signed, up to 2**32 bytes; only past that in 64.
+    """
+    base, transforms = state_primitives.get_ref_and_transforms(ref, None, "wide_load")
+    flat, tree = tree_util.tree_flatten((base, transforms, mask, other))
+    return _wide_load_p.bind(*flat, args_tree=tree, cache_modifier=None, eviction_policy=None, is_volatile=False)
+
+
+def needs_wide_load(ref: Any) -> bool:
+    return ref.dtype.itemsize == 1 and 2**31 < ref.size <= 2**32
+
+
+@_dot_fp8_p.def_abstract_eval
+def _dot_fp8_shape(left: Any, right: Any, acc: Any) -> Any:
+    if (left.shape[1], left.shape[0], right.shape[0]) != (right.shape[1], *acc.shape):
+        raise ValueError(f"dot_fp8: shapes {left.shape}, {right.shape}, {acc.shape} do not fit (M, K), (N, K), (M, N)")
+    return acc
+
+
+@lowering.register_lowering(_dot_fp8_p)
+def _dot_fp8_triton(_context: Any, left: Any, right: Any, acc: Any) -> Any:
+    right = triton_dialect.trans(right, (1, 0))
+    return triton_dialect.dot(left, right, acc, max_num_imprecise_acc=IMPRECISE_ACCUMULATIONS)
+
+
+def _dot_fp8_interpreted(left: jax.Array, right: jax.Array, acc: jax.Array) -> jax.Array:
+    return acc + lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+mlir.register_lowering(_dot_fp8_p, mlir.lower_fun(_dot_fp8_interpreted, multiple_results=False))
+
+_wide_load_p.def_effectful_abstract_eval(pallas_primitives._load_abstract_eval)
+discharge.register_discharge_rule(_wide_load_p)(pallas_primitives._load_discharge_rule)
+
+
+@lowering.register_lowering(_wide_load_p)
+def _wide_load_triton(context: Any, *flat: Any, **parameters: Any) -> Any:
+    # The lowering looks at an array's size to choose 32 or 64 bits. Four times the experts makes it choose 64, and
+    # changes no stride.
+    info, *others = context.block_infos
+    array = info.full_shape_dtype
+    claimed = jax_core.ShapedArray((array.shape[0] * 4, *array.shape[1:]), array.dtype)
+    wide = dataclasses.replace(info, full_shape_dtype=claimed)
+    return lowering._masked_load_lowering_rule(context.replace(block_infos=[wide, *others]), *flat, **parameters)
