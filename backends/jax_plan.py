@@ -42,7 +42,7 @@ def plan(topk_ids: jax.Array, experts: int, block_m: int) -> Plan:
     slots = topk_ids.size
     max_tile_rows = Problem(tokens=slots, experts=experts, n=1, k=1, top_k=1).max_tile_rows(block_m)
     ids = topk_ids.reshape(-1).astype(jnp.int32)
-    bucket = jnp.where(ids < 0, experts, ids)
+    bucket = jnp.where((ids < 0) | (ids >= experts), experts, ids)
     slot = jnp.arange(slots, dtype=jnp.int32)
 
     of_bucket = bucket[:, None] == jnp.arange(experts + 1, dtype=jnp.int32)

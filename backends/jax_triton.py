@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
+import zlib
 from typing import TYPE_CHECKING, Any
 
 from backends import triton_launch
-from backends.compiled import Compiled
+from backends.compiled import Compiled, compile_ptx
 from shared.config import Config
 from shared.problem import Problem
 
@@ -143,10 +145,41 @@ def _moe_gemm(
 
 
 def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
-    """The GEMM kernel as jax-triton compiles it for sm_90, lowered from `moe_gemm` itself with no device needed."""
-    from backends import jax_lowering
+    """The GEMM kernel as jax-triton compiles it for sm_90: lowered from `moe_gemm` itself, with no device needed."""
+    import jax
 
-    return jax_lowering.compile_jax_triton(moe_gemm, KERNEL_NAME, problem, order, config)
+    from backends import xla_compile
+
+    def call(x: jax.Array, w: jax.Array, ids: jax.Array, w_scale: Any, topk_weight: Any) -> jax.Array:
+        return moe_gemm(x, w, ids, w_scale, topk_weight, problem=problem, order=order, config=config)
+
+    module = xla_compile.lower(call, xla_compile.argument_types(problem)).compiler_ir()
+    for operation in xla_compile.custom_calls(module):
+        compiled = _read_kernel(zlib.decompress(operation.attributes["mhlo.backend_config"]["opaque"].value_bytes))
+        if compiled is not None:
+            return compiled
+    raise RuntimeError(f"jax-triton's lowering holds no {KERNEL_NAME}")
+
+
+def _read_kernel(message: bytes) -> Compiled | None:
+    """The GEMM kernel out of a serialised jaxlib TritonKernelCall; None if it is another kernel's.
+
+    Protocol-buffer fields of the kernel, in this order: 1 name, 2 num_warps, 3 shared memory bytes, 4 PTX.
+    """
+    found = re.search(rb"\x0a.%s\x10[\x00-\x7f]\x18([\x80-\xff]*[\x00-\x7f])\x22" % KERNEL_NAME.encode(), message, re.S)
+    if found is None:
+        return None
+    shared_bytes = sum((byte & 0x7F) << (7 * i) for i, byte in enumerate(found[1]))
+    end = found.end()
+    length = shift = 0
+    while True:
+        byte = message[end]
+        end += 1
+        length |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+    return compile_ptx(message[end : end + length].decode(), shared_bytes)
 
 
 def _launch(

@@ -1,0 +1,34 @@
+# make test     everything that needs no GPU (and, on a GPU, the same suite compiled): ruff, mypy, pytest
+# make bench    compare the frameworks on this GPU; without one, the correctness matrix in the interpreters
+# make report   rewrite the tables and pictures of README from the committed results
+# Each sets up .venv by itself. PYTHON=... picks the interpreter, ARGS=... goes to the command behind the target.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: test bench report lint clean
+.DEFAULT_GOAL := test
+
+$(STAMP): pyproject.toml constraints.txt tools/find-python
+	"$$(tools/find-python $(PYTHON))" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest tests $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m bench compare $(ARGS)
+
+report: $(STAMP)
+	$(BIN)/python -m bench report $(ARGS)
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,106 @@
+"""Compile a Pallas Mosaic GPU kernel for sm_90a on a machine with no GPU and no CUDA driver.
+
+JAX lowers such a kernel to MLIR for an abstract device; the rest of the compiler (MLIR to PTX) lives in JAX's CUDA plugin
+and asks the driver for one thing only, the compute capability of the current device. A child process therefore runs
+it beside a driver library of five functions, built here with the system's C compiler, whose device is a Hopper GPU.
+The child writes the PTX and ends; nothing in this process loads that library.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.mosaic.gpu import core
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from backends.compiled import Compiled, compile_ptx
+
+H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+
+_DRIVER = """
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cuCtxGetDevice(int *device) { *device = 0; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 9 : 0; return 0; }
+int cuGetErrorString(int error, const char **text) { *text = "no driver: compiling only"; return 0; }
+"""
+"""Attribute 75 is the compute capability's major part, 76 its minor one: 9.0."""
+
+_CHILD = """
+import ctypes, sys
+import jax_plugins.xla_cuda13 as plugin
+import jax.experimental.mosaic.gpu  # sets where the compiler finds ptxas and libdevice
+library = ctypes.CDLL(str(plugin._get_library_path()))
+library.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
+library.MosaicGpuCompile.restype = ctypes.c_void_p
+module = open(sys.argv[1], "rb").read()
+library.MosaicGpuCompile(module, len(module))
+"""
+
+
+def compile_kernel(call: Callable, arguments: tuple[Any, ...], name: str, shared_bytes: int) -> Compiled:
+    """The Mosaic kernel in `call(*arguments)`, compiled for sm_90a.
+
+    arguments: jax.ShapeDtypeStructs (or None); name: substring of the kernel's name; shared_bytes: its dynamic shared
+    memory, which the launcher sets and ptxas does not see.
+    Raises RuntimeError where a part of the compiler is missing or refuses the kernel.
+    """
+    return compile_ptx(_ptx(lower(call, arguments, name)), shared_bytes)
+
+
+def lower(call: Callable, arguments: tuple[Any, ...], name: str) -> bytes:
+    """MLIR of the one Mosaic kernel called `name` in `call(*arguments)`, lowered for an abstract H100."""
+    mesh = AbstractMesh((1,), ("x",), abstract_device=H100)
+    before = set(core.KNOWN_KERNELS)
+    with jax.sharding.use_abstract_mesh(mesh):
+        # A fresh function object each time: a cached lowering would not show up among the known kernels.
+        text = jax.jit(lambda *args: call(*args)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    if "mosaic_gpu" not in text:
+        raise RuntimeError(f"no Mosaic kernel {name} in the lowered program")
+    new = [core.KNOWN_KERNELS[key] for key in core.KNOWN_KERNELS if key not in before]
+    if new:
+        return new[-1]
+    raise RuntimeError(f"kernel {name} was lowered before in this process: keep the first result")
+
+
+def _ptx(module: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.mlirbc")
+        source.write_bytes(module)
+        environment = os.environ | {
+            "LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(_driver().parent), os.environ.get("LD_LIBRARY_PATH")))),
+            "MOSAIC_GPU_DUMP_PTX": "1",
+            "MOSAIC_GPU_DUMP_TO": folder,
+            "JAX_PLATFORMS": "cpu",
+        }
+        child = subprocess.run(
+            [sys.executable, "-c", _CHILD, str(source)], env=environment, capture_output=True, text=True, check=False
+        )
+        written = list(Path(folder).glob("*.ptx"))
+        if not written:
+            raise RuntimeError(f"Mosaic GPU's compiler wrote no PTX: {(child.stderr + child.stdout).strip()[-2000:]}")
+        return written[0].read_text()
+
+
+@functools.cache
+def _driver() -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise RuntimeError("no C compiler (cc, gcc, clang) on PATH: install one to compile Mosaic kernels without a GPU")
+    folder = Path(_FOLDER.name)
+    source, library = folder / "driver.c", folder / "libcuda.so.1"
+    source.write_text(_DRIVER)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True, capture_output=True)
+    return library
+
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="mosaic-driver-")
