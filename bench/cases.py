@@ -1,0 +1,126 @@
+"""What is measured, by name: cases (`mixtral-8x7b/gate-up/tp2/tokens-8`) and rows (a case by one contender).
+
+Decode comes first: small batches are what the project is about. The default set takes a few minutes on one GPU; the
+full set is every model, GEMM, dtype and order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from shared.models import Model, model, models
+from shared.orders import ORDERS
+from shared.problem import DTYPES, Problem, ScaleLayout
+
+TOKENS_FULL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+DEFAULT_DTYPES = ("fp16", "fp8-w8a16", "fp8-w8a8")
+CAPTURED_TOKENS = (8,)
+"""Batches that the default set also measures captured (CUDA graph, outer jax.jit), as each costs a compilation."""
+_DEFAULT = (
+    ("mixtral-8x7b", "gate-up", (1, 8, 64, 512)),
+    ("qwen3-30b-a3b", "gate-up", (1, 8, 64, 512)),
+    ("deepseek-v3", "gate-up", (8, 64)),
+    ("gpt-oss-120b", "gate-up", (8, 64)),
+    ("mixtral-8x7b", "down", (8,)),
+)
+PARAMETERS = ("model_name", "gemm", "tokens", "dtype", "order", "contender")
+"""A row as plain values, one pytest parameter each: pytest-benchmark groups by any of them (param:dtype)."""
+_TINY = Model(name="tiny", hidden=64, intermediate=64, experts=4, top_k=2, tp=1, source="made up for rehearsals")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One GEMM of one model on one tensor-parallel rank, for a number of tokens."""
+
+    model: Model
+    gemm: str
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return self.model.case(self.gemm, self.tokens)
+
+    def problem(self, dtype: str, scale_layout: ScaleLayout = "channel") -> Problem:
+        return self.model.problem(self.gemm, self.tokens, dtype, scale_layout=scale_layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One case by one contender (a backend or a peer). Peers have no tile order to choose: theirs is "own"."""
+
+    case: Case
+    dtype: str
+    order: str
+    contender: str
+    scale_layout: ScaleLayout = "channel"
+
+    @property
+    def id(self) -> str:
+        """Such as mixtral-8x7b/gate-up/tp2/tokens-8/fp16/column/pallas-mosaic."""
+        return "/".join((self.case.name, *self.parameters[3:]))
+
+    @property
+    def parameters(self) -> tuple[str, str, int, str, str, str]:
+        """The values of PARAMETERS; FP8 weights scaled per block are named like fp8-w8a8.block."""
+        dtype = self.dtype if self.scale_layout == "channel" else f"{self.dtype}.{self.scale_layout}"
+        return self.case.model.name, self.case.gemm, self.case.tokens, dtype, self.order, self.contender
+
+    @classmethod
+    def of(cls, model_name: str, gemm: str, tokens: int, dtype: str, order: str, contender: str) -> Row:
+        """The row of these parameters."""
+        layer = _TINY if model_name == _TINY.name else model(model_name)
+        dtype, _, layout = dtype.partition(".")
+        return cls(Case(layer, gemm, tokens), dtype, order, contender, "block" if layout == "block" else "channel")
+
+    @property
+    def problem(self) -> Problem:
+        return self.case.problem(self.dtype, self.scale_layout)
+
+    @property
+    def captured_by_default(self) -> bool:
+        return self.case.tokens in CAPTURED_TOKENS or self.case.model is _TINY
+
+
+def cases(which: str) -> list[Case]:
+    """The cases of a set: "default", "full" or "rehearsal"."""
+    if which == "rehearsal":
+        return [Case(_TINY, "gate-up", 4)]
+    if which == "default":
+        return [Case(model(name), gemm, tokens) for name, gemm, batches in _DEFAULT for tokens in batches]
+    return [Case(m, gemm, t) for m in models().values() for gemm in ("gate-up", "down") for t in TOKENS_FULL]
+
+
+def rows(which: str) -> list[Row]:
+    """The rows of a set, those of one case and dtype together, as they share their data."""
+    return [row for case in cases(which) for row in _rows_of(case, which)]
+
+
+def _rows_of(case: Case, which: str) -> Iterator[Row]:
+    from backends.registry import BACKENDS
+    from bench.peers import PEERS
+
+    for dtype in DTYPES if which == "full" else DEFAULT_DTYPES:
+        layouts: tuple[ScaleLayout, ...] = ("channel", "block")
+        for layout in layouts if which == "full" and dtype.startswith("fp8") else layouts[:1]:
+            for order in ORDERS if which == "full" else ("column",):
+                for backend in BACKENDS:
+                    yield Row(case, dtype, order, backend, layout)
+            for name, peer in PEERS.items():
+                if dtype in peer.dtypes and layout == "channel":
+                    yield Row(case, dtype, "own", name, layout)
+    if which != "full":  # bf16-only peers move the same bytes as fp16, and stand beside it
+        for name, peer in PEERS.items():
+            if "bf16" in peer.dtypes and "fp16" not in peer.dtypes:
+                yield Row(case, "bf16", "own", name)
+
+
+def order_pairs(which: str) -> list[tuple[Row, str]]:
+    """(row in column order, the order to compare it with): what `pairs` measures interleaved, at one config."""
+    found = []
+    for row in rows("full" if which == "full" else which):
+        if row.order != "column" or (which != "full" and row.contender != "torch-triton"):
+            continue
+        others = [order for order in ORDERS if order != "column"] if which != "default" else ["row"]
+        found += [(row, other) for other in others]
+    return found
