@@ -105,10 +105,8 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
                 left, right = (w, x) if config.swap_ab else (x, w)
                 if problem.scale_layout != "block":
                     return _dot(left, right, acc)
-                # block_k divides 128, so one step lies in one column of scale blocks.
-                scale_col = lax.div(index * block_k, SCALE_BLOCK)
-                block_scale = plt.load(ref["w_scale"].at[expert, lax.div(n_read, SCALE_BLOCK), scale_col])
-                return acc + _dot(left, right, jnp.zeros_like(acc)) * _of_channels(block_scale, config)
+                block_scale = _block_scale(ref["w_scale"], expert, col * block_n, index * block_k, config)
+                return acc + _dot(left, right, jnp.zeros_like(acc)) * block_scale
 
             acc_shape = (block_n, block_m) if config.swap_ab else (block_m, block_n)
             acc = lax.fori_loop(0, ceil_div(k_size, block_k), step, jnp.zeros(acc_shape, jnp.float32))
@@ -132,6 +130,23 @@ def _dot(left: jax.Array, right: jax.Array, acc: jax.Array) -> jax.Array:
     if left.dtype == jnp.float8_e4m3fn:
         return dot_fp8(left, right, acc)
     return acc + lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _block_scale(w_scale: Any, expert: jax.Array, n: jax.Array, k: jax.Array, config: Config) -> jax.Array:
+    """Scale of the partial sums of a step that begins at channel n and at k: a scalar, or one value a channel.
+
+    block_k divides 128 and block_n divides 128 or is a multiple, so a step lies in one column of scale blocks and in
+    block_n / 128 rows. Scalars need no exchange between threads; a vector of channels would, through shared memory
+    and two barriers a step.
+    """
+    _, rows, _ = w_scale.shape
+    first, column = lax.div(n, SCALE_BLOCK), lax.div(k, SCALE_BLOCK)
+    scale = w_scale[expert, first, column]
+    channel = lax.iota(jnp.int32, config.block_n)
+    for i in range(1, config.block_n // SCALE_BLOCK):
+        next_scale = w_scale[expert, jnp.minimum(first + i, rows - 1), column]
+        scale = jnp.where(channel < i * SCALE_BLOCK, scale, next_scale)
+    return scale if scale.ndim == 0 else _of_channels(scale, config)
 
 
 def _of_channels(scale: jax.Array, config: Config) -> jax.Array:
@@ -283,4 +298,33 @@ def unavailable(*, interpret: bool) -> str | None:
 
 def unsupported(problem: Problem, config: Config) -> str | None:
     """Why the kernel cannot honour this combination; None if it can."""
+    if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
+        return (
+            f"config.block_k: got {config.block_k} with one weight scale per {SCALE_BLOCK}x{SCALE_BLOCK} block; "
+            f"allowed: a divisor of {SCALE_BLOCK}"
+        )
+    if problem.quantises_x and config.block_k < 32:  # e4m3 instructions take 32 values of K at a time
+        return f"config.block_k: got {config.block_k} in mode fp8-w8a8; allowed: 32 or more"
+    needed = _shared_bytes(problem, config)
+    if needed > SHARED_BYTES:
+        return (
+            f"config: got {config}, which needs {needed} bytes of shared memory ({config.num_stages} stages of "
+            f"{config.stage_bytes(problem.x_itemsize, problem.w_itemsize)}); allowed: {SHARED_BYTES}"
+        )
+    programs = problem.max_tile_rows(config.block_m) * problem.tile_cols(config.block_n)
+    if programs >= 2**31:
+        return f"config: got {config}, which needs {programs} programs; allowed: 2147483647"
     return None
+
+
+def _shared_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of shared memory that Triton's pipeline takes, at most.
+
+    A warp-group instruction (four warps, 64 rows of its left operand) reads its operands from shared memory while the
+    next step is loaded, so it holds num_stages buffers; the older instruction copies operands to registers first and
+    holds one buffer less.
+    """
+    left_rows = config.block_n if config.swap_ab else config.block_m
+    reads_shared = config.num_warps % 4 == 0 and left_rows >= 64
+    buffers = config.num_stages if reads_shared else max(1, config.num_stages - 1)
+    return buffers * config.stage_bytes(problem.x_itemsize, problem.w_itemsize)
