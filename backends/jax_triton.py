@@ -136,7 +136,13 @@ def _moe_gemm(
     }
     y_type = jax.ShapeDtypeStruct((problem.tokens, problem.top_k, problem.n), x.dtype)
     constants = triton_launch.gemm_constants(
-        problem, order, config, x_stride=problem.k, w_stride_e=problem.n * problem.k, w_stride_n=problem.k
+        problem,
+        order,
+        config,
+        x_stride=problem.k,
+        w_stride_e=problem.n * problem.k,
+        w_stride_n=problem.k,
+        interpret=interpret,
     )
     grid = triton_launch.gemm_grid(problem, order, config)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

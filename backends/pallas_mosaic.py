@@ -2,8 +2,8 @@
 
     y_rows[r, n] = row_scale[r] * sum_k x_rows[r, k] * w[expert of r's tile, n, k] * w_scale[...]
 
-One thread block of one warp-group per SM lives as long as the kernel and takes every sms-th tile of the tile order.
-Its tiles' K steps form one stream: step s reads stage s % num_stages of shared memory, and as soon as the matrix
+One thread block of one warp-group per SM (two where shared memory allows) lives as long as the kernel and takes every
+P-th tile of the tile order, P such blocks in all. Its tiles' K steps form one stream: step s reads stage s % num_stages of shared memory, and as soon as the matrix
 instructions of step s - 1 are done, its stage is filled for step s - 1 + num_stages, which may belong to the next tile.
 So the memory system has work during a tile's epilogue too: at decode, where a kernel is as fast as it reads weights,
 a pipeline that drained at the end of each tile would lose about a memory latency per tile.
@@ -13,9 +13,9 @@ one; the tokens, far fewer, the right one, read through a transposed view. The a
 
 TMA reads boxes of equally strided rows, so XLA gathers the rows of x beforehand (`x_rows`, sorted by expert and padded
 to block_m) and takes each slot's row out of the kernel's output afterwards. That last gather also puts the zero rows of
--1 slots: their tile rows are not computed. TMA fills what lies past K with zeros and drops what lies past N. It needs
-rows of w that are a multiple of 16 bytes long and at least block_k by block_n; where K or N are not so, the weights are
-copied into a padded array on each call, which is slow and there for correctness alone.
+-1 slots: their tile rows are not computed. TMA fills what lies past K with zeros and drops what lies past N. It needs K
+to be a multiple of 32 bytes (better 128), N of 8, and neither smaller than the block; where they are not so, the weights
+are copied into a padded array on each call, which is slow and there for correctness alone.
 
 Sources: the CUDA PTX manual (wgmma, cp.async.bulk.tensor), JAX's Pallas documentation for Mosaic GPU.
 """
@@ -42,10 +42,13 @@ KERNEL_NAME = "moe_gemm_mosaic"
 
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one thread block can have on Hopper."""
-INTERPRETER_SMS = 3
+SHARED_MEMORY_PER_SM = 228 * 1024
+"""Bytes of shared memory that the thread blocks of one SM have together, 1 KiB of each taken by the system."""
+INTERPRETER_BLOCKS = 3
 """Thread blocks in the interpreter: enough that tiles are shared out unevenly, few enough to be quick."""
-TMA_ALIGNMENT = 16
-"""Bytes: the stride of a row that TMA reads or writes is a multiple of this."""
+SWIZZLES = (128, 64, 32)
+"""Bytes: widths of the column in which wgmma's operands lie in shared memory, 8 rows high, the widest the best. TMA
+copies whole columns, so a row of w and of x is a multiple of the width."""
 SHARED_ALIGNMENT = 1024
 """Bytes: each shared-memory array starts at a multiple of this (the period of the 128-byte swizzle)."""
 
@@ -71,8 +74,6 @@ def unavailable(*, interpret: bool) -> str | None:
 
 def unsupported(problem: Problem, config: Config) -> str | None:
     """None where problem and config can be honoured; else the reason, with what is allowed."""
-    if problem.dtype == "fp8-w8a16":
-        return "dtype fp8-w8a16 is not implemented by pallas-mosaic; allowed: fp16, bf16, fp8-w8a8"
     if not config.swap_ab:
         return "config.swap_ab: got False; allowed: True (the weights are always wgmma's left operand here)"
     if config.num_warps != 4:
@@ -85,6 +86,11 @@ def unsupported(problem: Problem, config: Config) -> str | None:
         return "config.num_stages: got 1; allowed: 2 or more (one stage is read while another is filled)"
     if config.block_k * problem.w_itemsize < 32:
         return f"config.block_k: got {config.block_k}; allowed: {32 // problem.w_itemsize} or more (one wgmma's depth)"
+    accumulator = config.block_n * config.block_m // 128
+    if accumulator > 128:
+        return f"config {config} needs {accumulator} accumulator registers a thread; allowed: 128 (block_m * block_n 16384)"
+    if problem.dtype == "fp8-w8a16" and config.block_n * config.block_k > 2**15:
+        return f"config {config}: block_n * block_k is {config.block_n * config.block_k}; allowed with fp8-w8a16: 32768"
     if problem.scale_layout == "block":
         for name, value in (("block_n", config.block_n), ("block_k", config.block_k)):
             if value > SCALE_BLOCK:
@@ -105,6 +111,14 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return sum(_round_up(size, SHARED_ALIGNMENT) for size in arrays) + _round_up(8 * config.num_stages, 128)
 
 
+def blocks_per_sm(problem: Problem, config: Config) -> int:
+    """2 where two thread blocks fit the SM's shared memory (each may use up to 255 registers a thread then), else 1.
+
+    Two hide each other's latencies: one converts weights or stores its tile while the other multiplies.
+    """
+    return 2 if 2 * (shared_bytes(problem, config) + 1024) <= SHARED_MEMORY_PER_SM else 1
+
+
 def moe_gemm(
     x: jax.Array,
     w: jax.Array,
@@ -123,12 +137,12 @@ def moe_gemm(
     fill: what the kernel's output buffer holds beforehand (tests pass NaN, so that an unwritten element shows).
     Traceable by `jax.jit`; plans, gathers and, for fp8-w8a8, quantises x on the device.
     """
-    sms = INTERPRETER_SMS if interpret else _sms()
-    return _moe_gemm(x, w, topk_ids, w_scale, topk_weight, problem, order, config, interpret, fill, sms)
+    blocks = INTERPRETER_BLOCKS if interpret else _sms() * blocks_per_sm(problem, config)
+    return _moe_gemm(x, w, topk_ids, w_scale, topk_weight, problem, order, config, interpret, fill, blocks)
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "order", "config", "interpret", "fill", "sms"))
-def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, problem, order, config, interpret, fill, sms):
+@functools.partial(jax.jit, static_argnames=("problem", "order", "config", "interpret", "fill", "blocks"))
+def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, problem, order, config, interpret, fill, blocks):
     plan = jax_plan.plan(topk_ids, problem.experts, config.block_m)
     row_scale = None
     if problem.quantises_x:
@@ -138,9 +152,8 @@ def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, problem, order, config, inte
         row_weight = _gather(topk_weight.reshape(-1), plan.sorted_slot)
         row_scale = row_weight if row_scale is None else row_scale * row_weight
 
-    alignment = TMA_ALIGNMENT // problem.w_itemsize
-    k = max(_round_up(problem.k, alignment), config.block_k)
-    n = max(problem.n, config.block_n)
+    k = max(_round_up(problem.k, SWIZZLES[-1] // problem.w_itemsize), config.block_k)
+    n = max(_round_up(problem.n, 8), config.block_n)
     x = _pad_to(x, (problem.tokens, k))
     w = _pad_to(w, (problem.experts, n, k))
     if problem.scale_layout == "channel":
@@ -149,19 +162,21 @@ def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, problem, order, config, inte
     x_rows = _gather(x, plan.sorted_slot // problem.top_k)
     # Tile rows of -1 slots come after all others, and the gather below puts their zeros.
     tile_rows = jnp.sum(plan.tile_expert >= 0, dtype=jnp.int32, keepdims=True)
-    gemm = _kernel(problem, order, config, sms, interpret, fill)
+    gemm = _kernel(problem, order, config, blocks, interpret, fill)
     y_rows = gemm(tile_rows, plan.tile_expert, x_rows, w, row_scale, w_scale)
     y = y_rows[plan.position, : problem.n].reshape(problem.tokens, problem.top_k, problem.n)
     return jnp.where((topk_ids >= 0)[:, :, None], y, 0)
 
 
-def _kernel(problem: Problem, order: str, config: Config, sms: int, interpret: bool, fill: float | None) -> Callable:
-    """The GEMM: (tile_rows, tile_expert, x_rows, w, row_scale, w_scale) -> y_rows (R * block_m, N rounded up to TMA's 8).
+def _kernel(
+    problem: Problem, order: str, config: Config, blocks: int, interpret: bool, fill: float | None
+) -> Callable:
+    """The GEMM, by `blocks` thread blocks: (tile_rows, tile_expert, x_rows, w, row_scale, w_scale) -> y_rows (R * block_m, N or more).
 
     tile_rows (1,) int32      tile rows with an expert: the first ones; others are not touched
     tile_expert (R,) int32    expert of each tile row
     x_rows (R * block_m, K)   rows of x sorted by expert
-    w (E, N, K)               K padded to 16 bytes
+    w (E, N, K)               N a multiple of 8, K of 32 bytes, no less than block_n and block_k
     row_scale (R * block_m,)  float32 or None: activation scale times routing weight
     w_scale                   float32 or None: (E, tile_cols * block_n) or (E, ceil(N/128), ceil(K/128))
     """
@@ -170,16 +185,17 @@ def _kernel(problem: Problem, order: str, config: Config, sms: int, interpret: b
     tile_cols = problem.tile_cols(block_n)
     y_dtype = jnp.dtype(problem.activation)
     block_scaled = problem.scale_layout == "block"
+    widens = problem.dtype == "fp8-w8a16"
 
-    def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled):
+    def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled, wide_smem=None):
         rows_gmem, expert_gmem, x_gmem, w_gmem, row_scale_gmem, w_scale_gmem = inputs
         tile_rows = rows_gmem[0]
-        sm = lax.axis_index("sm")
-        my_tiles = lax.div(tile_rows * tile_cols - sm + (sms - 1), jnp.int32(sms))
+        block = lax.axis_index("block")
+        my_tiles = lax.div(tile_rows * tile_cols - block + (blocks - 1), jnp.int32(blocks))
 
         # Locate tile
         def locate(i: jax.Array) -> Tile:
-            row, col = _tile(order, sm + i * sms, tile_rows, tile_cols, config.group_m)
+            row, col = _tile(order, block + i * blocks, tile_rows, tile_cols, config.group_m)
             return row, col, expert_gmem[row]
 
         # Gather rows (of the matrix that XLA gathered: TMA reads equally strided rows)
@@ -202,15 +218,26 @@ def _kernel(problem: Problem, order: str, config: Config, sms: int, interpret: b
 
         def multiply(acc, stage):
             plgpu.barrier_wait(filled.at[stage])
-            plgpu.wgmma(acc, w_smem.at[stage], x_smem.at[stage].transpose((1, 0)))
+            weights = w_smem.at[stage]
+            if widens:
+                weights = _widen(w_smem[stage], y_dtype)  # in registers, from where wgmma can read its left operand
+                if wide_smem is not None:
+                    wide_smem[...] = weights
+                    plgpu.commit_smem()
+                    weights = wide_smem
+            plgpu.wgmma(acc, weights, x_smem.at[stage].transpose((1, 0)))
 
         # Stream K
         def stream(acc, tile, state):
             def step(i, state):
                 stage, previous, ahead = state
                 multiply(acc, stage)
-                plgpu.wgmma_wait(1)  # the previous step's are done: its stage is free. There is none in the first.
-                ahead = lax.cond(tile + i > 0, lambda: fetch_if_any(previous, ahead), lambda: ahead)
+                if widens:
+                    plgpu.wgmma_wait(0)  # the registers with the weights are about to be overwritten
+                    ahead = fetch_if_any(stage, ahead)
+                else:
+                    plgpu.wgmma_wait(1)  # the previous step's are done: its stage is free. There is none in the first.
+                    ahead = lax.cond(tile + i > 0, lambda: fetch_if_any(previous, ahead), lambda: ahead)
                 return _next_stage(stage, stages), stage, ahead
 
             state = lax.fori_loop(0, k_steps, step, state)
@@ -266,7 +293,7 @@ def _kernel(problem: Problem, order: str, config: Config, sms: int, interpret: b
 
     def call(*arrays):
         x_rows, w = arrays[2:4]
-        y_type = jax.ShapeDtypeStruct((x_rows.shape[0], max(_round_up(problem.n, 8), block_n)), y_dtype)
+        y_type = jax.ShapeDtypeStruct((x_rows.shape[0], max(_round_up(problem.n, 64), block_n)), y_dtype)
         given = [i for i, array in enumerate(arrays) if array is not None]
 
         def with_optional(*refs):
@@ -275,17 +302,20 @@ def _kernel(problem: Problem, order: str, config: Config, sms: int, interpret: b
                 inputs[i] = ref
             body(inputs, *refs[len(given) :])
 
+        scratch = [
+            _operand((stages, block_m, block_k), x_rows),
+            _operand((stages, block_n, block_k), w),
+            plgpu.SMEM((block_m, block_n), y_dtype),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        ]
+        if widens and interpret:  # the interpreter's wgmma reads shared memory only
+            scratch.append(plgpu.SMEM((block_n, block_k), y_dtype))
         kernel = plgpu.kernel(
             with_optional,
             out_type=y_type if fill is None else (),
-            scratch_types=(
-                plgpu.SMEM((stages, block_m, block_k), x_rows.dtype),
-                plgpu.SMEM((stages, block_n, block_k), w.dtype),
-                plgpu.SMEM((block_m, block_n), y_dtype),
-                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            ),
-            grid=(sms,),
-            grid_names=("sm",),
+            scratch_types=scratch,
+            grid=(blocks,),
+            grid_names=("block",),
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
             kernel_name=KERNEL_NAME,
             interpret=plgpu.InterpretGPUParams() if interpret else None,
@@ -313,9 +343,23 @@ def _tile(order: str, pid: jax.Array, tile_rows: jax.Array, tile_cols: int, grou
     return first_row + lax.rem(in_band, rows), lax.div(in_band, rows)
 
 
+def _operand(shape: tuple[int, int, int], source: jax.Array):
+    """Shared memory for stages of a matrix operand (stages, rows, block_k) that TMA fills from source (..., K)."""
+    itemsize = source.dtype.itemsize
+    width = next(s for s in SWIZZLES if source.shape[-1] * itemsize % s == 0 and shape[-1] * itemsize % s == 0)
+    layout = plgpu.TilingTransform((8, width // itemsize)), plgpu.SwizzleTransform(width)
+    return plgpu.SMEM(shape, source.dtype, transforms=layout)
+
+
 def _load_vector(ref, layout) -> jax.Array:
     """A vector from global memory, each thread reading the elements that `layout` gives it."""
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def _widen(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """e4m3 -> float16 or bfloat16, exact. Hopper converts e4m3 to float16 alone; bfloat16 goes on through float32."""
+    wide = weights.astype(jnp.float16)
+    return wide if dtype == jnp.float16 else wide.astype(jnp.float32).astype(dtype)
 
 
 def _next_stage(stage: jax.Array, stages: int) -> jax.Array:

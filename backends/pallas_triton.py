@@ -308,8 +308,8 @@ def unsupported(problem: Problem, config: Config) -> str | None:
     needed = _shared_bytes(problem, config)
     if needed > SHARED_BYTES:
         return (
-            f"config: got {config}, which needs {needed} bytes of shared memory ({config.num_stages} stages of "
-            f"{config.stage_bytes(problem.x_itemsize, problem.w_itemsize)}); allowed: {SHARED_BYTES}"
+            f"config: got {config}, which needs {needed} bytes of shared memory ({config.num_stages} stages); "
+            f"allowed: {SHARED_BYTES}"
         )
     programs = problem.max_tile_rows(config.block_m) * problem.tile_cols(config.block_n)
     if programs >= 2**31:
@@ -318,13 +318,18 @@ def unsupported(problem: Problem, config: Config) -> str | None:
 
 
 def _shared_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of shared memory that Triton's pipeline takes, at most.
+    """Bytes of shared memory that Triton's pipeline takes: what the compiler reported for every kind of config.
 
     A warp-group instruction (four warps, 64 rows of its left operand) reads its operands from shared memory while the
-    next step is loaded, so it holds num_stages buffers; the older instruction copies operands to registers first and
-    holds one buffer less.
+    next step is loaded, so it holds num_stages buffers. Older instructions copy them to registers first and hold one
+    buffer less; so do weights that are widened, and as right operand they go back to shared memory, 16 bits wide.
     """
+    x_bytes = config.block_m * config.block_k * problem.x_itemsize
+    w_bytes = config.block_n * config.block_k * problem.w_itemsize
     left_rows = config.block_n if config.swap_ab else config.block_m
-    reads_shared = config.num_warps % 4 == 0 and left_rows >= 64
-    buffers = config.num_stages if reads_shared else max(1, config.num_stages - 1)
-    return buffers * config.stage_bytes(problem.x_itemsize, problem.w_itemsize)
+    if config.num_warps % 4 or left_rows < 64:
+        return max(1, config.num_stages - 1) * (x_bytes + w_bytes)
+    if problem.dtype != "fp8-w8a16":
+        return config.num_stages * (x_bytes + w_bytes)
+    widened = 0 if config.swap_ab else 2 * w_bytes
+    return config.num_stages * x_bytes + (config.num_stages - 1) * w_bytes + widened

@@ -97,7 +97,13 @@ def moe_gemm(
         y,
     )
     constants = triton_launch.gemm_constants(
-        problem, order, config, x_stride=_row_stride(q), w_stride_e=w.stride(0), w_stride_n=w.stride(1)
+        problem,
+        order,
+        config,
+        x_stride=_row_stride(q),
+        w_stride_e=w.stride(0),
+        w_stride_n=w.stride(1),
+        interpret=interpret,
     )
     grid = triton_launch.gemm_grid(problem, order, config)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -54,7 +54,14 @@ def published_grid_m(problem: Problem, config: Config) -> int:
 
 
 def gemm_constants(
-    problem: Problem, order: str, config: Config, *, x_stride: int, w_stride_e: int, w_stride_n: int
+    problem: Problem,
+    order: str,
+    config: Config,
+    *,
+    x_stride: int,
+    w_stride_e: int,
+    w_stride_n: int,
+    interpret: bool = False,
 ) -> dict[str, Any]:
     """Compile-time arguments of `moe_gemm_kernel`. Strides in elements."""
     return {
@@ -74,6 +81,7 @@ def gemm_constants(
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
         "SWAP_AB": config.swap_ab,
+        "INLINE_PTX": not interpret,
     }
 
 

@@ -1,0 +1,225 @@
+"""Which config is fastest: every candidate of a case checked, then timed in turns, and all times kept.
+
+    python -m bench.tune --backend torch-triton --out tune.jsonl            the cases of CASES
+    python -m bench.tune --collect tune.jsonl                               the best of them into backends/tuned/
+
+A case's candidates are timed round-robin (A B C A B C ...), each after a cache flush, so that a drift of the clocks
+meets all of them. A run that is cut short keeps its finished cases, and a repeated one goes on behind them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.cases import Case, Row
+from shared.config import Config
+from shared.models import model
+from shared.problem import Problem, ScaleLayout
+
+TUNED = Path(__file__).parent.parent / "backends" / "tuned"
+ROUNDS = 7
+COMPILE_THREADS = 12
+CASES = (
+    ("mixtral-8x7b", "gate-up", (1, 8, 64, 256, 512)),
+    ("qwen3-30b-a3b", "gate-up", (1, 8, 32, 64, 512)),
+    ("deepseek-v3", "gate-up", (1, 8, 32, 64, 128)),
+    ("gpt-oss-120b", "gate-up", (8, 64)),
+    ("mixtral-8x7b", "down", (8,)),
+)
+
+
+def candidates(problem: Problem, backend: str) -> list[Config]:
+    """Configs worth timing: token tiles near an expert's slots, and tiles that fill the pipeline and fit the GPU."""
+    per_expert = problem.slots / max(1, min(problem.experts, problem.slots))
+    rows = [m for m in (16, 32, 64, 128) if (m == 16 or m / 2 < per_expert * 1.3) and m * 2 >= min(per_expert, 128)]
+    mosaic = backend == "pallas-mosaic"
+    swaps = (False, True) if problem.dtype == "fp8-w8a16" and not mosaic else (True,)
+    depths = (64, 128) if problem.w_itemsize == 2 else (128, 256)
+    found = []
+    for block_m, swap_ab, block_k in itertools.product(rows, swaps, depths):
+        for block_n, num_warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
+            if mosaic and (block_n, num_warps) not in ((64, 4), (128, 4)):
+                continue
+            if num_warps == 8 and block_m < 64 and not (block_n == 256 and block_m == 16):
+                continue
+            if num_warps == 4 and block_m * block_n > 128 * 128:
+                continue
+            stage = block_k * (block_m * problem.x_itemsize + block_n * problem.w_itemsize)
+            deepest = min(8, 200_000 // stage)
+            # One thread block with a deep pipeline, or two with half of it each.
+            halved = max(2, min(5, 100_000 // stage))
+            for num_stages in sorted({deepest, halved} if block_m == 16 else {halved}):
+                if num_stages >= 2:
+                    found.append(
+                        Config(
+                            block_m=block_m,
+                            block_n=block_n,
+                            block_k=block_k,
+                            num_warps=num_warps,
+                            num_stages=num_stages,
+                            swap_ab=swap_ab,
+                        )
+                    )
+    return found
+
+
+def tune_case(row: Row, device: Any, configs: list[Config], data: Any) -> dict[str, Any]:
+    """Times in µs of each candidate that runs and is right; what failed is kept with its reason."""
+    from bench.contenders import CannotRun, Contender, prepare, wait
+    from bench.measure import check, gpu_sample
+
+    ready: list[tuple[Config, Contender]] = []
+    failed: dict[str, str] = {}
+    for config in configs:
+        try:
+            ready.append((config, prepare(row, data, device, config=config)))
+        except CannotRun as reason:
+            failed[str(config)] = str(reason)
+
+    def compile_and_run(contender: Contender) -> Any:
+        return wait(contender.eager(), contender.framework, device)
+
+    right: list[tuple[Config, Contender, float]] = []
+    with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as pool:
+        runs = [(config, contender, pool.submit(compile_and_run, contender)) for config, contender in ready]
+        for config, contender, run in runs:
+            try:
+                run.result()
+            except Exception as error:
+                failed[str(config)] = f"{type(error).__name__}: {error}"[:300]
+                continue
+    for config, contender in ready:
+        if str(config) in failed:
+            continue
+        try:
+            found = check(contender, data, device, contender.eager)
+            right.append((config, contender, float(found["error"] or 0)))
+        except Exception as error:
+            failed[str(config)] = f"{type(error).__name__}: {error}"[:300]
+
+    samples: dict[Config, list[float]] = {config: [] for config, _, _ in right}
+    for _ in range(ROUNDS):
+        for config, contender, _ in right:
+            samples[config].append(gpu_sample(contender, device) * 1e6)
+    problem = data.problem
+    times = sorted(
+        (
+            {
+                "us": round(statistics.median(samples[config]), 2),
+                "error": float(f"{error:.3g}"),
+                "config": dataclasses.asdict(config),
+            }
+            for config, _, error in right
+        ),
+        key=lambda entry: entry["us"],
+    )
+    shape = {name: getattr(problem, name) for name in ("dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")}
+    return {"backend": row.contender, "case": row.case.name, **shape, "times": times, "failed": failed}
+
+
+def jobs(backends: list[str], dtypes: list[str], only: str) -> Iterator[Row]:
+    for name, gemm, batches in CASES:
+        for tokens in batches:
+            for dtype in dtypes:
+                for backend in backends:
+                    row = Row(Case(model(name), gemm, tokens), dtype, "column", backend)
+                    if only in row.id:
+                        yield row
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from bench import data as bench_data
+    from bench.machine import Machine, versions
+
+    started = time.monotonic()
+    device = Machine(arguments.clock)
+    out = Path(arguments.out)
+    done = set()
+    if out.exists():
+        done = {(e["backend"], e["case"], e["dtype"]) for e in map(json.loads, out.read_text().splitlines())}
+    cache = bench_data.DataCache(lambda *key: bench_data.build(*key, device=device.torch_device))
+    layout: ScaleLayout = "channel"
+    seeds = _best_of(arguments.from_best, arguments.top) if arguments.from_best else {}
+    for row in jobs(arguments.backend, arguments.dtype, arguments.only):
+        if (row.contender, row.case.name, row.dtype) in done:
+            continue
+        if time.monotonic() - started > arguments.seconds:
+            print("out of time; run again to go on")
+            break
+        begin = time.monotonic()
+        problem = row.problem
+        configs = seeds.get((row.case.name, row.dtype)) or candidates(problem, row.contender)
+        data = cache.get(row.case, row.dtype, layout)
+        entry = tune_case(row, device, configs, data)
+        entry |= {"gpu": device.gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d")}
+        with out.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        best = entry["times"][0] if entry["times"] else None
+        told = f"{best['us']:8.1f} us  {Config.from_mapping(best['config'])}" if best else f"none: {entry['failed']}"
+        print(
+            f"{row.id:64} {told}  ({len(entry['times'])} ran, {len(entry['failed'])} failed, "
+            f"{time.monotonic() - begin:.1f} s)",
+            flush=True,
+        )
+
+
+def collect(path: Path) -> Path:
+    """The best config of each finished case, into backends/tuned/<gpu>.json beside what is there already."""
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    gpu = entries[0]["gpu"]
+    target = TUNED / f"{gpu.lower().replace(' ', '-')}.json"
+    known = json.loads(target.read_text())["entries"] if target.exists() else []
+    keys = ("backend", "dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")
+    merged = {tuple(entry[key] for key in keys): entry for entry in known}
+    for entry in entries:
+        if entry["times"]:
+            best = entry["times"][0]
+            merged[tuple(entry[key] for key in keys)] = {
+                **{key: entry[key] for key in keys},
+                "config": best["config"],
+                "us": best["us"],
+                "date": entry["date"],
+                "versions": {name: entry["versions"][name] for name in ("torch", "triton", "jax")},
+            }
+    body = ",\n".join(json.dumps(merged[key]) for key in sorted(merged, key=str))
+    target.write_text(f'{{"gpu": {json.dumps(gpu)}, "entries": [\n{body}\n]}}\n')
+    return target
+
+
+def _best_of(path: str, top: int) -> dict[tuple[str, str], list[Config]]:
+    """The fastest `top` configs per (case, dtype) of an earlier run."""
+    found: dict[tuple[str, str], list[Config]] = {}
+    for entry in map(json.loads, Path(path).read_text().splitlines()):
+        found[entry["case"], entry["dtype"]] = [Config.from_mapping(t["config"]) for t in entry["times"][:top]]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", nargs="+", default=["torch-triton"])
+    parser.add_argument("--dtype", nargs="+", default=["fp16", "fp8-w8a16", "fp8-w8a8"])
+    parser.add_argument("--only", default="", help="only rows whose id contains this")
+    parser.add_argument("--out", default="tune.jsonl")
+    parser.add_argument("--seconds", type=float, default=540, help="start no case after this many seconds")
+    parser.add_argument("--clock", default="cupti")
+    parser.add_argument("--from-best", help="time only the fastest configs of this earlier run")
+    parser.add_argument("--top", type=int, default=4)
+    parser.add_argument("--collect", help="write the best configs of this run to backends/tuned/")
+    arguments = parser.parse_args()
+    if arguments.collect:
+        print(collect(Path(arguments.collect)))
+    else:
+        run(arguments)
+
+
+if __name__ == "__main__":
+    main()
