@@ -1,9 +1,9 @@
 """Compile a Pallas Mosaic GPU kernel for sm_90a on a machine with no GPU and no CUDA driver.
 
-JAX lowers such a kernel to MLIR for an abstract device; the rest of the compiler (MLIR to PTX) lives in JAX's CUDA plugin
-and asks the driver for one thing only, the compute capability of the current device. A child process therefore runs
-it beside a driver library of five functions, built here with the system's C compiler, whose device is a Hopper GPU.
-The child writes the PTX and ends; nothing in this process loads that library.
+JAX lowers such a kernel to MLIR for an abstract device; the rest of the compiler (MLIR to PTX) lives in JAX's CUDA
+plugin and asks the driver for one thing only, the compute capability of the current device. A child process therefore
+runs it beside a driver library of five functions, built here with the system's C compiler, whose device is a Hopper
+GPU. The child writes the PTX and ends; nothing in this process loads that library.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ library.MosaicGpuCompile(module, len(module))
 """
 
 
-def compile_kernel(call: Callable, arguments: Sequence[jax.ShapeDtypeStruct | None], name: str, shared_bytes: int) -> Compiled:
+def compile_kernel(
+    call: Callable, arguments: Sequence[jax.ShapeDtypeStruct | None], name: str, shared_bytes: int
+) -> Compiled:
     """The Mosaic kernel in `call(*arguments)`, compiled for sm_90a.
 
     arguments: jax.ShapeDtypeStructs (or None); name: substring of the kernel's name; shared_bytes: its dynamic shared
@@ -72,7 +74,9 @@ def _ptx(module: bytes) -> str:
         source = Path(folder, "kernel.mlirbc")
         source.write_bytes(module)
         environment = os.environ | {
-            "LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(_driver().parent), os.environ.get("LD_LIBRARY_PATH")))),
+            "LD_LIBRARY_PATH": os.pathsep.join(
+                filter(None, (str(_driver().parent), os.environ.get("LD_LIBRARY_PATH")))
+            ),
             "MOSAIC_GPU_DUMP_PTX": "1",
             "MOSAIC_GPU_DUMP_TO": folder,
             "JAX_PLATFORMS": "cpu",
@@ -90,7 +94,9 @@ def _ptx(module: bytes) -> str:
 def _driver() -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise RuntimeError("no C compiler (cc, gcc, clang) on PATH: install one to compile Mosaic kernels without a GPU")
+        raise RuntimeError(
+            "no C compiler (cc, gcc, clang) on PATH: install one to compile Mosaic kernels without a GPU"
+        )
     folder = Path(_FOLDER.name)
     source, library = folder / "driver.c", folder / "libcuda.so.1"
     source.write_text(_DRIVER)

@@ -3,10 +3,11 @@
     y_rows[r, n] = row_scale[r] * sum_k x_rows[r, k] * w[expert of r's tile, n, k] * w_scale[...]
 
 One thread block of one warp-group per SM (two where shared memory allows) lives as long as the kernel and takes every
-P-th tile of the tile order, P such blocks in all. Its tiles' K steps form one stream: step s reads stage s % num_stages of shared memory, and as soon as the matrix
-instructions of step s - 1 are done, its stage is filled for step s - 1 + num_stages, which may belong to the next tile.
-So the memory system has work during a tile's epilogue too: at decode, where a kernel is as fast as it reads weights,
-a pipeline that drained at the end of each tile would lose about a memory latency per tile.
+P-th tile of the tile order, P such blocks in all. Its tiles' K steps form one stream: step s reads stage s % num_stages
+of shared memory, and as soon as the matrix instructions of step s - 1 are done, its stage is filled for step
+s - 1 + num_stages, which may belong to the next tile. So the memory system has work during a tile's epilogue too: at
+decode, where a kernel is as fast as it reads weights, a pipeline that drained at the end of each tile would lose about
+a memory latency per tile.
 
 wgmma's left operand has 64 rows at least, its right one 8 columns or more. The weights (block_n x block_k) are the left
 one; the tokens, far fewer, the right one, read through a transposed view. The accumulator is (block_n, block_m).
@@ -14,8 +15,11 @@ one; the tokens, far fewer, the right one, read through a transposed view. The a
 TMA reads boxes of equally strided rows, so XLA gathers the rows of x beforehand (`x_rows`, sorted by expert and padded
 to block_m) and takes each slot's row out of the kernel's output afterwards. That last gather also puts the zero rows of
 -1 slots: their tile rows are not computed. TMA fills what lies past K with zeros and drops what lies past N. It needs K
-to be a multiple of 32 bytes (better 128), N of 8, and neither smaller than the block; where they are not so, the weights
-are copied into a padded array on each call, which is slow and there for correctness alone.
+to be a multiple of 32 bytes (better 128), N of 8, and neither smaller than the block; where they are not so, the
+weights are copied into a padded array on each call, which is slow and there for correctness alone.
+
+fp8-w8a16 widens its weights in registers, from where wgmma can read its left operand: they cost no second trip through
+shared memory. Block scales multiply the sum of each step in float32, outside the matrix instruction.
 
 Sources: the CUDA PTX manual (wgmma, cp.async.bulk.tensor), JAX's Pallas documentation for Mosaic GPU.
 """
@@ -88,7 +92,7 @@ def unsupported(problem: Problem, config: Config) -> str | None:
         return f"config.block_k: got {config.block_k}; allowed: {32 // problem.w_itemsize} or more (one wgmma's depth)"
     accumulator = config.block_n * config.block_m // 128
     if accumulator > 128:
-        return f"config {config} needs {accumulator} accumulator registers a thread; allowed: 128 (block_m * block_n 16384)"
+        return f"config {config} needs {accumulator} accumulator registers a thread; allowed: 128 (128x128)"
     if problem.dtype == "fp8-w8a16" and config.block_n * config.block_k > 2**15:
         return f"config {config}: block_n * block_k is {config.block_n * config.block_k}; allowed with fp8-w8a16: 32768"
     if problem.scale_layout == "block":
@@ -112,9 +116,10 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 def blocks_per_sm(problem: Problem, config: Config) -> int:
-    """2 where two thread blocks fit the SM's shared memory (each may use up to 255 registers a thread then), else 1.
+    """2 where two thread blocks fit the SM's shared memory, else 1; num_stages decides.
 
-    Two hide each other's latencies: one converts weights or stores its tile while the other multiplies.
+    Two hide each other's latencies: one widens weights or stores its tile while the other multiplies. They have
+    registers enough: two blocks of 128 threads with the most a thread can have, 255.
     """
     return 2 if 2 * (shared_bytes(problem, config) + 1024) <= SHARED_MEMORY_PER_SM else 1
 
@@ -138,11 +143,13 @@ def moe_gemm(
     Traceable by `jax.jit`; plans, gathers and, for fp8-w8a8, quantises x on the device.
     """
     blocks = INTERPRETER_BLOCKS if interpret else _sms() * blocks_per_sm(problem, config)
-    return _moe_gemm(x, w, topk_ids, w_scale, topk_weight, problem, order, config, interpret, fill, blocks)
+    # As an array: a NaN equals nothing, so as a static argument it would be traced anew on every call.
+    fill_value = None if fill is None else jnp.asarray(fill, x.dtype)
+    return _moe_gemm(x, w, topk_ids, w_scale, topk_weight, fill_value, problem, order, config, interpret, blocks)
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "order", "config", "interpret", "fill", "blocks"))
-def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, problem, order, config, interpret, fill, blocks):
+@functools.partial(jax.jit, static_argnames=("problem", "order", "config", "interpret", "blocks"))
+def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, fill, problem, order, config, interpret, blocks):
     plan = jax_plan.plan(topk_ids, problem.experts, config.block_m)
     row_scale = None
     if problem.quantises_x:
@@ -162,16 +169,14 @@ def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, problem, order, config, inte
     x_rows = _gather(x, plan.sorted_slot // problem.top_k)
     # Tile rows of -1 slots come after all others, and the gather below puts their zeros.
     tile_rows = jnp.sum(plan.tile_expert >= 0, dtype=jnp.int32, keepdims=True)
-    gemm = _kernel(problem, order, config, blocks, interpret, fill)
-    y_rows = gemm(tile_rows, plan.tile_expert, x_rows, w, row_scale, w_scale)
+    gemm = _kernel(problem, order, config, blocks, interpret)
+    y_rows = gemm(tile_rows, plan.tile_expert, x_rows, w, row_scale, w_scale, fill=fill)
     y = y_rows[plan.position, : problem.n].reshape(problem.tokens, problem.top_k, problem.n)
     return jnp.where((topk_ids >= 0)[:, :, None], y, 0)
 
 
-def _kernel(
-    problem: Problem, order: str, config: Config, blocks: int, interpret: bool, fill: float | None
-) -> Callable:
-    """The GEMM, by `blocks` thread blocks: (tile_rows, tile_expert, x_rows, w, row_scale, w_scale) -> y_rows (R * block_m, N or more).
+def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret: bool) -> Callable:
+    """The GEMM by `blocks` thread blocks: (tile_rows, tile_expert, x_rows, w, row_scale, w_scale) -> y_rows.
 
     tile_rows (1,) int32      tile rows with an expert: the first ones; others are not touched
     tile_expert (R,) int32    expert of each tile row
@@ -179,6 +184,7 @@ def _kernel(
     w (E, N, K)               N a multiple of 8, K of 32 bytes, no less than block_n and block_k
     row_scale (R * block_m,)  float32 or None: activation scale times routing weight
     w_scale                   float32 or None: (E, tile_cols * block_n) or (E, ceil(N/128), ceil(K/128))
+    y_rows (R * block_m, >=N) what lies past N is not to be read
     """
     block_m, block_n, block_k, stages = config.block_m, config.block_n, config.block_k, config.num_stages
     k_steps = ceil_div(problem.k, block_k)
@@ -270,10 +276,12 @@ def _kernel(
 
             # Scale
             if w_scale_gmem is not None and not block_scaled:
-                scale = _load_vector(w_scale_gmem.at[expert, pl.ds(col * block_n, block_n)], plgpu.Layout.WGMMA.reduce(1))
+                of_channel = w_scale_gmem.at[expert, pl.ds(col * block_n, block_n)]
+                scale = _load_vector(of_channel, plgpu.Layout.WGMMA.reduce(1))
                 total *= lax.broadcast_in_dim(scale, (block_n, block_m), (0,))
             if row_scale_gmem is not None:
-                scale = _load_vector(row_scale_gmem.at[pl.ds(row * block_m, block_m)], plgpu.Layout.WGMMA.reduce(0))
+                of_row = row_scale_gmem.at[pl.ds(row * block_m, block_m)]
+                scale = _load_vector(of_row, plgpu.Layout.WGMMA.reduce(0))
                 total *= lax.broadcast_in_dim(scale, (block_n, block_m), (1,))
 
             # Store
@@ -291,14 +299,14 @@ def _kernel(
             lax.fori_loop(0, my_tiles, compute_tile, (jnp.int32(0), jnp.int32(0), ahead))
             plgpu.wait_smem_to_gmem(0)
 
-    def call(*arrays):
+    def call(*arrays, fill=None):
         x_rows, w = arrays[2:4]
         y_type = jax.ShapeDtypeStruct((x_rows.shape[0], max(_round_up(problem.n, 64), block_n)), y_dtype)
         given = [i for i, array in enumerate(arrays) if array is not None]
 
         def with_optional(*refs):
             inputs = [None] * len(arrays)
-            for i, ref in zip(given, refs):
+            for i, ref in zip(given, refs, strict=False):
                 inputs[i] = ref
             body(inputs, *refs[len(given) :])
 
@@ -330,7 +338,9 @@ def _kernel(
     return call
 
 
-def _tile(order: str, pid: jax.Array, tile_rows: jax.Array, tile_cols: int, group_m: int) -> tuple[jax.Array, jax.Array]:
+def _tile(
+    order: str, pid: jax.Array, tile_rows: jax.Array, tile_cols: int, group_m: int
+) -> tuple[jax.Array, jax.Array]:
     """(tile row, tile column) of a program id: `shared.orders.tile` on int32 values, none negative."""
     if order == "row":
         return lax.div(pid, jnp.int32(tile_cols)), lax.rem(pid, jnp.int32(tile_cols))
@@ -347,8 +357,8 @@ def _operand(shape: tuple[int, int, int], source: jax.Array):
     """Shared memory for stages of a matrix operand (stages, rows, block_k) that TMA fills from source (..., K)."""
     itemsize = source.dtype.itemsize
     width = next(s for s in SWIZZLES if source.shape[-1] * itemsize % s == 0 and shape[-1] * itemsize % s == 0)
-    layout = plgpu.TilingTransform((8, width // itemsize)), plgpu.SwizzleTransform(width)
-    return plgpu.SMEM(shape, source.dtype, transforms=layout)
+    transforms = plgpu.TilingTransform((8, width // itemsize)), plgpu.SwizzleTransform(width)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, source.dtype, transforms=transforms)
 
 
 def _load_vector(ref, layout) -> jax.Array:
@@ -382,7 +392,7 @@ def _pad_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """array with zeros appended up to `shape`; the array itself where nothing is missing."""
     if array.shape == shape:
         return array
-    return jnp.pad(array, [(0, size - have) for size, have in zip(shape, array.shape)])
+    return jnp.pad(array, [(0, size - have) for size, have in zip(shape, array.shape, strict=True)])
 
 
 def _round_up(value: int, multiple: int) -> int:
