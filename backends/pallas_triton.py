@@ -292,7 +292,9 @@ def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
 def unavailable(*, interpret: bool) -> str | None:
     """Why this backend cannot run here and what to do about it; None if it can."""
     if not interpret and jax.default_backend() != "gpu":
-        return "JAX sees no GPU; install jax[cuda13] on a machine with an NVIDIA GPU, or pass interpret=True for the CPU"
+        return (
+            "JAX sees no GPU; install jax[cuda13] on a machine with an NVIDIA GPU, or pass interpret=True for the CPU"
+        )
     return None
 
 
