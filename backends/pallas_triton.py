@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from backends.compiled import Compiled
-from backends.jax_plan import plan, quantise_tokens
+from backends.jax_plan import plan, prepare_tokens
 from backends.pallas_triton_ops import dot_fp8, needs_wide_load, wide_load
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
@@ -56,7 +56,7 @@ def locate_tile(
     return first_row + lax.rem(in_band, rows), lax.div(in_band, rows)
 
 
-def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -> None:
+def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config, interpret: bool) -> None:
     """One output tile. `ref` holds the refs of `_operands` by name, and "y" (T*top_k, N)."""
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     n_size, k_size, slots = problem.n, problem.k, problem.slots
@@ -100,8 +100,8 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
                     x_valid = x_valid & w_valid
                 x = _load(ref["x"], (token[:, None], k[None, :]), (block_m, block_k), x_valid)
                 w = _load(ref["w"], (expert, n_read[:, None], k[None, :]), (block_n, block_k), w_valid)
-                if not problem.quantises_x:
-                    w = w.astype(x.dtype)
+                if problem.is_fp8 and not problem.quantises_x:
+                    w = w.astype(jnp.float16)  # x is float16 then: the one 16-bit type that hardware widens e4m3 to
                 left, right = (w, x) if config.swap_ab else (x, w)
                 if problem.scale_layout != "block":
                     return _dot(left, right, acc)
@@ -114,7 +114,7 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
             # Scale
             if problem.scale_layout == "channel":
                 acc = acc * _of_channels(ref["w_scale"][expert, n_read], config)
-            if problem.quantises_x:
+            if problem.scales_x:
                 x_scale = plt.load(ref["x_scale"].at[token], mask=row_valid, other=0.0)
                 acc = acc * _of_rows(x_scale, config)
             if problem.routing_weight:
@@ -177,12 +177,12 @@ def _operands(problem: Problem, block_m: int) -> dict[str, jax.ShapeDtypeStruct]
         "sorted_slot": jax.ShapeDtypeStruct((tile_rows * block_m,), jnp.int32),
         "tile_expert": jax.ShapeDtypeStruct((tile_rows,), jnp.int32),
         "tile_rows": jax.ShapeDtypeStruct((1,), jnp.int32),
-        "x": jax.ShapeDtypeStruct((problem.tokens, problem.k), fp8 if problem.quantises_x else activation),
+        "x": jax.ShapeDtypeStruct((problem.tokens, problem.k), problem.kernel_x_dtype),
         "w": jax.ShapeDtypeStruct((problem.experts, problem.n, problem.k), fp8 if problem.is_fp8 else activation),
     }
     if problem.w_scale_shape is not None:
         operands["w_scale"] = jax.ShapeDtypeStruct(problem.w_scale_shape, jnp.float32)
-    if problem.quantises_x:
+    if problem.scales_x:
         operands["x_scale"] = jax.ShapeDtypeStruct((problem.tokens,), jnp.float32)
     if problem.routing_weight:
         operands["topk_weight"] = jax.ShapeDtypeStruct((problem.slots,), jnp.float32)
@@ -202,7 +202,7 @@ def _launch(
         names.append("y_before")  # the same buffer as y; the kernel does not read it
 
     def moe_gemm_pallas_triton(*refs: Any) -> None:
-        _kernel(dict(zip([*names, "y"], refs, strict=True)), problem, order, config)
+        _kernel(dict(zip([*names, "y"], refs, strict=True)), problem, order, config, interpret)
 
     return pl.pallas_call(
         moe_gemm_pallas_triton,
@@ -229,7 +229,7 @@ def _moe_gemm(
     interpret: bool,
 ) -> jax.Array:
     planned = plan(topk_ids, problem.experts, config.block_m)
-    x, x_scale = quantise_tokens(x) if problem.quantises_x else (x, None)
+    x, x_scale = prepare_tokens(x, problem)
     values = {
         "sorted_slot": planned.sorted_slot,
         "tile_expert": planned.tile_expert,

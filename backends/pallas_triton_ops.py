@@ -1,6 +1,6 @@
-"""Two operations that Triton has and Pallas's Triton lowering does not offer, as JAX primitives of our own.
+"""What Triton can do and Pallas's Triton lowering does not offer, or does slowly. `pallas_triton` is the only user.
 
-Both go through internals of JAX (0.11). `pallas_triton` is their only user.
+`dot_fp8` and `wide_load` are JAX primitives of our own, made with internals of JAX (0.11).
 """
 
 from __future__ import annotations
