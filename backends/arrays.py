@@ -20,7 +20,7 @@ _ML_DTYPES = {name: np.dtype(getattr(ml_dtypes, name)) for name in _CARRIERS}
 
 
 def kind_of(name: str, array: Any) -> str:
-    """"torch", "jax" or "numpy"; DtypeError naming the argument for anything else."""
+    """ "torch", "jax" or "numpy"; DtypeError naming the argument for anything else."""
     if isinstance(array, np.ndarray):
         return "numpy"
     for kind, type_name in (("torch", "Tensor"), ("jax", "Array")):

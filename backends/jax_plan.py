@@ -76,11 +76,27 @@ def quantise_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     magnitude = jax.lax.bitcast_convert_type(values, jnp.int32) & 0x7FFFFFFF
     finite = magnitude < 0x7F800000
     amax = jnp.max(jnp.where(finite, magnitude, 0), axis=1)
-    exponent = (amax >> 23) - 127
-    exponent = jnp.where(amax == 0, 0, jnp.maximum(exponent - 8 + ((amax & 0x7FFFFF) > 0x600000), -100))
+    exponent = (amax >> 23) - 127 - 8 + ((amax & 0x7FFFFF) > 0x600000)
+    exponent = jnp.where(amax == 0, 0, jnp.maximum(exponent, -100))
     scaled = jnp.where(finite, values * _power_of_two(-exponent)[:, None], 0)
     q = jnp.clip(scaled, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)
     return q, jnp.where(jnp.all(finite, axis=1), _power_of_two(exponent), jnp.nan)
+
+
+def scale_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x (T, K), bfloat16 -> float16 (T, K) and float32 scales (T,): the bytes of `shared.fp8.scale_token`."""
+    values = x.astype(jnp.float32)
+    magnitude = jax.lax.bitcast_convert_type(values, jnp.int32) & 0x7FFFFFFF
+    amax = jnp.max(jnp.where(magnitude < 0x7F800000, magnitude, 0), axis=1)
+    exponent = jnp.where(amax == 0, 0, jnp.maximum((amax >> 23) - 127 - 14, -100))
+    return (values * _power_of_two(-exponent)[:, None]).astype(jnp.float16), _power_of_two(exponent)
+
+
+def prepare_tokens(x: jax.Array, problem: Problem) -> tuple[jax.Array, jax.Array | None]:
+    """x as the GEMM kernel reads it, and its scales (T,) where `problem.scales_x`."""
+    if problem.quantises_x:
+        return quantise_tokens(x)
+    return scale_tokens(x) if problem.scales_x else (x, None)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:

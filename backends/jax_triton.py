@@ -65,7 +65,16 @@ def moe_gemm(
     fill: value that y is filled with before the kernel writes it, so that an unwritten element shows.
     """
     return _jitted()(
-        x, w, topk_ids, w_scale, topk_weight, problem=problem, order=order, config=config, interpret=interpret, fill=fill
+        x,
+        w,
+        topk_ids,
+        w_scale,
+        topk_weight,
+        problem=problem,
+        order=order,
+        config=config,
+        interpret=interpret,
+        fill=fill,
     )
 
 
@@ -108,23 +117,22 @@ def _moe_gemm(
     )
 
     x_scale = None
-    if problem.quantises_x:
-        q, x_scale = launch(
-            "quantise_kernel",
+    scaled = x
+    if problem.scales_x:
+        scaled, x_scale = launch(
+            "scale_kernel",
             problem.tokens,
             {"x_ptr": x},
             {
-                "q_ptr": jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn),
+                "scaled_ptr": jax.ShapeDtypeStruct(x.shape, problem.kernel_x_dtype),
                 "scale_ptr": jax.ShapeDtypeStruct((problem.tokens,), jnp.float32),
             },
-            triton_launch.quantise_constants(problem, problem.k),
+            triton_launch.scale_constants(problem, problem.k),
         )
-    else:
-        q = x
 
     # A pointer that the kernel does not read still has to be one: tile_rows stands in.
     arguments = {
-        "x_ptr": q,
+        "x_ptr": scaled,
         "w_ptr": w,
         "w_scale_ptr": tile_rows if w_scale is None else w_scale,
         "x_scale_ptr": tile_rows if x_scale is None else x_scale,
@@ -136,13 +144,7 @@ def _moe_gemm(
     }
     y_type = jax.ShapeDtypeStruct((problem.tokens, problem.top_k, problem.n), x.dtype)
     constants = triton_launch.gemm_constants(
-        problem,
-        order,
-        config,
-        x_stride=problem.k,
-        w_stride_e=problem.n * problem.k,
-        w_stride_n=problem.k,
-        interpret=interpret,
+        problem, order, config, x_stride=problem.k, w_stride_e=problem.n * problem.k, w_stride_n=problem.k
     )
     grid = triton_launch.gemm_grid(problem, order, config)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -152,7 +154,6 @@ def _moe_gemm(
 
 def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
     """The GEMM kernel as jax-triton compiles it for sm_90: lowered from `moe_gemm` itself, with no device needed."""
-    import jax
 
     from backends import xla_compile
 
@@ -210,9 +211,7 @@ def _launch(
         )
     ((name, out),) = outputs.items()
     y = jax.new_ref(jnp.full(out.shape, fill, out.dtype))  # the kernel writes into the filled buffer
-    jax_triton.triton_call(
-        **inputs, **{name: y}, kernel=kernel, grid=grid, out_type=[], name=kernel_name, **constants
-    )
+    jax_triton.triton_call(**inputs, **{name: y}, kernel=kernel, grid=grid, out_type=[], name=kernel_name, **constants)
     return [y[...]]
 
 
@@ -234,9 +233,7 @@ def _launch_interpreted(
     names = [name for name in inputs if name not in scalars]
 
     def on_host(*values: jax.Array) -> list[np.ndarray]:
-        tensors = {
-            name: arrays.numpy_to_torch(np.asarray(value)) for name, value in zip(names, values, strict=True)
-        }
+        tensors = {name: arrays.numpy_to_torch(np.asarray(value)) for name, value in zip(names, values, strict=True)}
         results = {
             name: np.frombuffer(bytearray(b"\xff" * (out.size * out.dtype.itemsize)), out.dtype).reshape(out.shape)
             for name, out in outputs.items()

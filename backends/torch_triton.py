@@ -72,13 +72,12 @@ def moe_gemm(
     )
 
     x_scale = None
-    if problem.quantises_x:
-        q = torch.empty(x.shape, device=device, dtype=torch.float8_e4m3fn)
+    scaled = x
+    if problem.scales_x:
+        scaled = torch.empty(x.shape, device=device, dtype=getattr(torch, problem.kernel_x_dtype))
         x_scale = torch.empty(problem.tokens, device=device, dtype=torch.float32)
-        constants = triton_launch.quantise_constants(problem, _row_stride(x))
-        launch("quantise_kernel", problem.tokens, (x, q, x_scale), constants)
-    else:
-        q = x
+        constants = triton_launch.scale_constants(problem, _row_stride(x))
+        launch("scale_kernel", problem.tokens, (x, scaled, x_scale), constants)
 
     shape = (problem.tokens, problem.top_k, problem.n)
     y = torch.empty(shape, device=device, dtype=x.dtype)
@@ -86,7 +85,7 @@ def moe_gemm(
         y.fill_(fill)
     # A pointer that the kernel does not read still has to be one: tile_rows stands in.
     pointers = (
-        q,
+        scaled,
         w,
         tile_rows if w_scale is None else w_scale.contiguous(),
         tile_rows if x_scale is None else x_scale,
@@ -97,13 +96,7 @@ def moe_gemm(
         y,
     )
     constants = triton_launch.gemm_constants(
-        problem,
-        order,
-        config,
-        x_stride=_row_stride(q),
-        w_stride_e=w.stride(0),
-        w_stride_n=w.stride(1),
-        interpret=interpret,
+        problem, order, config, x_stride=_row_stride(scaled), w_stride_e=w.stride(0), w_stride_n=w.stride(1)
     )
     grid = triton_launch.gemm_grid(problem, order, config)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

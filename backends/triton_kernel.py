@@ -11,8 +11,8 @@ A launch of `moe_gemm_kernel` computes y (T*top_k, N), one output tile of BLOCK_
     Scale         FP8 scales and the routing weight, in float32
     Store         to the rows of y that the slots name
 
-Two small kernels come first in a call: `plan_kernel` (sort slots by expert, on the device, static shapes) and, for
-fp8-w8a8, `quantise_kernel` (activations to e4m3, one scale a token).
+Two small kernels come first in a call: `plan_kernel` (sort slots by expert, on the device, static shapes) and, where
+`Problem.scales_x`, `scale_kernel` (activations to e4m3 or float16, one scale a token).
 """
 
 import triton
@@ -44,48 +44,12 @@ def locate_tile(pid, tile_rows, tile_cols, ORDER: tl.constexpr, GROUP_M: tl.cons
     return row, col
 
 
-@triton.jit
-def widen(w, dtype: tl.constexpr, INLINE_PTX: tl.constexpr):
-    """e4m3 weights -> `dtype`, exactly. For float16 the hardware has an instruction; for bfloat16, Triton goes through
-    float16 and converts each element at a quarter of the rate, which made this kernel 1.5 times slower than reading.
-
-    The bits of e4m3 (s eeee mmm), moved to bfloat16's places (s 0000eeee mmm0000), are the value times 2**-120, also
-    for subnormals. So: one byte into each 16-bit half, shift, mask, and one exact product with 2**120 for two elements.
-    The two NaN codes of e4m3 (0x7f, 0xff) become +-480 that way: weights are taken to hold none.
-    """
-    if INLINE_PTX and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 low, high, magnitude, scale;
-                mov.b32 scale, 0x7B807B80;
-                prmt.b32 low, $2, 0, 0x1404;
-                prmt.b32 high, $2, 0, 0x3424;
-                shr.u32 magnitude, low, 4;
-                and.b32 magnitude, magnitude, 0x07F007F0;
-                lop3.b32 low, low, 0x80008000, magnitude, 0xEA;
-                mul.rn.bf16x2 $0, low, scale;
-                shr.u32 magnitude, high, 4;
-                and.b32 magnitude, magnitude, 0x07F007F0;
-                lop3.b32 high, high, 0x80008000, magnitude, 0xEA;
-                mul.rn.bf16x2 $1, high, scale;
-            }
-            """,
-            "=r,=r,r",
-            [w],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-    return w.to(dtype)
-
-
 @triton.jit(do_not_specialize=["slots"])
 def moe_gemm_kernel(
     x_ptr,  # (T, K), rows x_stride apart
     w_ptr,  # (E, N, K), K contiguous
     w_scale_ptr,  # (E, N) or (E, ceil(N/128), ceil(K/128)); not read without FP8
-    x_scale_ptr,  # (T,); not read unless QUANTISED_X
+    x_scale_ptr,  # (T,); not read unless SCALED_X
     topk_weight_ptr,  # (T * top_k,); not read unless ROUTING_WEIGHT
     sorted_slot_ptr,  # (max_tile_rows * BLOCK_M,)
     tile_expert_ptr,  # (max_tile_rows,)
@@ -99,7 +63,8 @@ def moe_gemm_kernel(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     SCALES: tl.constexpr,  # "none", "channel", "block"
-    QUANTISED_X: tl.constexpr,
+    QUANTISED_X: tl.constexpr,  # x is e4m3
+    SCALED_X: tl.constexpr,  # x has a scale a token
     ROUTING_WEIGHT: tl.constexpr,
     ORDER: tl.constexpr,
     PUBLISHED_GRID_M: tl.constexpr,  # only for ORDER "published-2024"
@@ -108,7 +73,6 @@ def moe_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SWAP_AB: tl.constexpr,
-    INLINE_PTX: tl.constexpr,  # False in the interpreter, which knows no PTX
 ):
     # Locate tile
     pid = tl.program_id(0)
@@ -158,7 +122,7 @@ def moe_gemm_kernel(
             x = tl.load(x_ptrs, mask=row_valid[:, None] & k_valid[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=k_valid[None, :], other=0.0)
         if SCALES != "none" and not QUANTISED_X:
-            w = widen(w, x.dtype, INLINE_PTX)
+            w = w.to(tl.float16)  # x is float16 then: the one 16-bit type that hardware widens e4m3 to
         if SCALES == "block":
             # BLOCK_K divides 128, so one step lies in one column of scale blocks. Partial sums are scaled in float32.
             block_scale = tl.load(block_scale_ptrs + step * BLOCK_K // 128)
@@ -175,7 +139,7 @@ def moe_gemm_kernel(
     if SCALES == "channel":
         w_scale = tl.load(w_scale_ptr + expert.to(tl.int64) * N + n_read)
         acc *= w_scale[:, None] if SWAP_AB else w_scale[None, :]
-    if QUANTISED_X:
+    if SCALED_X:
         x_scale = tl.load(x_scale_ptr + token, mask=row_valid, other=0.0)
         acc *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
     if ROUTING_WEIGHT:
@@ -247,15 +211,16 @@ def plan_kernel(
 
 
 @triton.jit
-def quantise_kernel(
+def scale_kernel(
     x_ptr,  # (T, K), rows x_stride apart
-    q_ptr,  # (T, K), float8_e4m3fn
+    scaled_ptr,  # (T, K), float8_e4m3fn or float16
     scale_ptr,  # (T,)
     x_stride: tl.constexpr,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Activations to e4m3, one power-of-two scale a token: shared/fp8.py's quantise_token, bit for bit."""
+    """x to e4m3 or float16, one power-of-two scale a token: shared/fp8.py's quantise_token or scale_token, bit for bit."""
+    TO_FP8: tl.constexpr = scaled_ptr.dtype.element_ty == tl.float8e4nv
     token = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNK)
 
@@ -268,16 +233,24 @@ def quantise_kernel(
         not_finite = tl.where(finite, not_finite, 1)
     amax = tl.max(largest, 0)
 
-    # Least power of two with amax / scale <= 448 = 1.75 * 2**8, from the bits of amax.
+    # From the bits of amax: for e4m3 the least power of two with amax / scale <= 448 = 1.75 * 2**8, for float16 the one
+    # that takes amax to [2**14, 2**15).
     bits = amax.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    if TO_FP8:
+        exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    else:
+        exponent = (bits >> 23) - 127 - 14
     exponent = tl.where(amax == 0, 0, tl.maximum(exponent, -100))
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
 
     for start in range(0, K, CHUNK):
         x = tl.load(x_ptr + token * x_stride + start + chunk, mask=start + chunk < K, other=0.0).to(tl.float32)
-        scaled = tl.where(tl.abs(x) < float("inf"), x * inverse, 0.0)
-        scaled = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
-        tl.store(q_ptr + token * K + start + chunk, scaled.to(q_ptr.dtype.element_ty), mask=start + chunk < K)
-    tl.store(scale_ptr + token, tl.where(tl.max(not_finite, 0) > 0, float("nan"), scale))
+        scaled = x * inverse
+        if TO_FP8:
+            scaled = tl.where(tl.abs(x) < float("inf"), scaled, 0.0)
+            scaled = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
+        tl.store(scaled_ptr + token * K + start + chunk, scaled.to(scaled_ptr.dtype.element_ty), mask=start + chunk < K)
+    if TO_FP8:  # e4m3 has no infinity: a row that is not finite becomes NaN by its scale
+        scale = tl.where(tl.max(not_finite, 0) > 0, float("nan"), scale)
+    tl.store(scale_ptr + token, scale)

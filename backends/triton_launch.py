@@ -54,14 +54,7 @@ def published_grid_m(problem: Problem, config: Config) -> int:
 
 
 def gemm_constants(
-    problem: Problem,
-    order: str,
-    config: Config,
-    *,
-    x_stride: int,
-    w_stride_e: int,
-    w_stride_n: int,
-    interpret: bool = False,
+    problem: Problem, order: str, config: Config, *, x_stride: int, w_stride_e: int, w_stride_n: int
 ) -> dict[str, Any]:
     """Compile-time arguments of `moe_gemm_kernel`. Strides in elements."""
     return {
@@ -73,6 +66,7 @@ def gemm_constants(
         "TOP_K": problem.top_k,
         "SCALES": problem.scale_layout or "none",
         "QUANTISED_X": problem.quantises_x,
+        "SCALED_X": problem.scales_x,
         "ROUTING_WEIGHT": problem.routing_weight,
         "ORDER": order,
         "PUBLISHED_GRID_M": published_grid_m(problem, config) if order == PUBLISHED else 0,
@@ -81,7 +75,6 @@ def gemm_constants(
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
         "SWAP_AB": config.swap_ab,
-        "INLINE_PTX": not interpret,
     }
 
 
@@ -100,8 +93,8 @@ def plan_constants(problem: Problem, block_m: int) -> dict[str, Any]:
     }
 
 
-def quantise_constants(problem: Problem, x_stride: int) -> dict[str, Any]:
-    """Compile-time arguments of `quantise_kernel`."""
+def scale_constants(problem: Problem, x_stride: int) -> dict[str, Any]:
+    """Compile-time arguments of `scale_kernel`."""
     return {"x_stride": x_stride, "K": problem.k, "CHUNK": 1024}
 
 
@@ -117,17 +110,17 @@ def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
     constants = gemm_constants(
         problem, order, config, x_stride=problem.k, w_stride_e=problem.n * problem.k, w_stride_n=problem.k
     )
-    activation = {"float16": "*fp16", "bfloat16": "*bf16"}[problem.activation]
+    pointer = {"float16": "*fp16", "bfloat16": "*bf16", "float8_e4m3fn": "*fp8e4nv"}
     signature = {
-        "x_ptr": "*fp8e4nv" if problem.quantises_x else activation,
-        "w_ptr": "*fp8e4nv" if problem.is_fp8 else activation,
+        "x_ptr": pointer[problem.kernel_x_dtype],
+        "w_ptr": pointer["float8_e4m3fn" if problem.is_fp8 else problem.activation],
         "w_scale_ptr": "*fp32",
         "x_scale_ptr": "*fp32",
         "topk_weight_ptr": "*fp32",
         "sorted_slot_ptr": "*i32",
         "tile_expert_ptr": "*i32",
         "tile_rows_ptr": "*i32",
-        "y_ptr": activation,
+        "y_ptr": pointer[problem.activation],
         "slots": "i32",
         **dict.fromkeys(constants, "constexpr"),
     }

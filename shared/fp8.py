@@ -1,5 +1,7 @@
 """FP8 e4m3 quantisation: weights per output channel or per 128x128 block, activations per token.
 
+Activations that stay 16 bits wide (fp8-w8a16) are scaled per token into float16 instead, see `scale_token`.
+
 All saturate: a value is clamped to +-448 before the cast, as ml_dtypes turns 465 and more into NaN where hardware
 conversions saturate. All-zero channels, blocks and tokens get scale 1.
 """
@@ -53,18 +55,35 @@ def quantise_token(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     x = x.astype(np.float32)
     finite = np.isfinite(x)
     amax = np.where(finite, np.abs(x), 0).max(axis=1, initial=0.0).astype(np.float32)
-    exponent = token_scale_exponent(amax)
+    exponent = token_scale_exponent(amax, "float8_e4m3fn")
     q = to_fp8(np.where(finite, np.ldexp(x, -exponent[:, None]), 0).astype(np.float32))
     scale = np.ldexp(np.float32(1), exponent).astype(np.float32)
     return q, np.where(finite.all(axis=1), scale, np.float32(np.nan))
 
 
-def token_scale_exponent(amax: np.ndarray) -> np.ndarray:
-    """Least integer s >= -100 with amax / 2**s <= 448 = 1.75 * 2**8, from the bits of float32 amax; 0 for amax 0."""
+def scale_token(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x (T, K), bfloat16 -> float16 (T, K) and float32 scales (T,), x = scaled * scale: fp8-w8a16's activations.
+
+    A scale is the power of two that takes the row's largest finite magnitude to [2**14, 2**15). bfloat16's significands
+    fit float16's, so a value changes only where it is more than 2**28 times smaller than its row's largest, and then by
+    at most 2**-39 of that largest: less than float32 accumulation loses. Infinities and NaN stay what they are.
+    """
+    x = x.astype(np.float32)
+    amax = np.where(np.isfinite(x), np.abs(x), 0).max(axis=1, initial=0.0).astype(np.float32)
+    exponent = token_scale_exponent(amax, "float16")
+    return np.ldexp(x, -exponent[:, None]).astype(np.float16), np.ldexp(np.float32(1), exponent).astype(np.float32)
+
+
+def token_scale_exponent(amax: np.ndarray, target: str) -> np.ndarray:
+    """Exponent s >= -100 of a token's scale 2**s, from the bits of float32 amax; 0 for amax 0.
+
+    target "float8_e4m3fn": the least with amax / 2**s <= 448 = 1.75 * 2**8; "float16": amax / 2**s in [2**14, 2**15).
+    """
     bits = amax.view(np.int32)
     exponent = (bits >> 23) - 127
     mantissa = bits & 0x7FFFFF
-    return np.where(amax == 0, 0, np.maximum(exponent - 8 + (mantissa > 0x600000), -100)).astype(np.int32)
+    exponent = exponent - 14 if target == "float16" else exponent - 8 + (mantissa > 0x600000)
+    return np.where(amax == 0, 0, np.maximum(exponent, -100)).astype(np.int32)
 
 
 def _scale_of(amax: np.ndarray) -> np.ndarray:

@@ -30,9 +30,7 @@ class Gpu:
 def gpus() -> dict[str, Gpu]:
     """All known GPUs by their short name."""
     table = json.loads(resources.files("shared").joinpath("data/gpus.json").read_text())
-    return {
-        key: Gpu(key=key, **{**values, "capability": tuple(values["capability"])}) for key, values in table.items()
-    }
+    return {key: Gpu(key=key, **{**values, "capability": tuple(values["capability"])}) for key, values in table.items()}
 
 
 def gpu(key: str) -> Gpu:

@@ -84,6 +84,20 @@ class Problem:
         return self.dtype == "fp8-w8a8"
 
     @property
+    def scales_x(self) -> bool:
+        """Whether the kernel reads x with one scale a token: quantised to e4m3 (fp8-w8a8), or as float16.
+
+        Hardware widens e4m3 weights to float16 but not to bfloat16. So with bfloat16 activations fp8-w8a16 multiplies in
+        float16: each row of x is scaled into float16's range by a power of two (`fp8.scale_token`).
+        """
+        return self.quantises_x or (self.dtype == "fp8-w8a16" and self.activation == "bfloat16")
+
+    @property
+    def kernel_x_dtype(self) -> str:
+        """dtype of x as the GEMM kernel reads it."""
+        return "float8_e4m3fn" if self.quantises_x else "float16" if self.scales_x else self.activation
+
+    @property
     def slots(self) -> int:
         """S = T * top_k, the rows of y."""
         return self.tokens * self.top_k
@@ -132,7 +146,7 @@ class Problem:
     def read_bytes(self, expert_counts: Sequence[int]) -> int:
         """Bytes that the GEMM must read: active weights and scales, x once, routing arrays once."""
         read = self.weight_bytes(expert_counts) + self.tokens * self.k * self.x_itemsize + self.slots * 4
-        if self.quantises_x:
+        if self.scales_x:
             read += self.tokens * 4
         if self.routing_weight:
             read += self.slots * 4
@@ -150,6 +164,4 @@ class Problem:
 
         `read_bytes` only, as the write of y overlaps with reading and its share is what `write_bytes` tells.
         """
-        return max(
-            self.read_bytes(expert_counts) / bytes_per_second, self.operations(expert_counts) / flops_per_second
-        )
+        return max(self.read_bytes(expert_counts) / bytes_per_second, self.operations(expert_counts) / flops_per_second)
