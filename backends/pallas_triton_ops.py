@@ -1,4 +1,4 @@
-"""What Triton can do and Pallas's Triton lowering does not offer, or does slowly. `pallas_triton` is the only user.
+"""What Triton can do and Pallas's Triton lowering does not offer. `pallas_triton` is the only user.
 
 `dot_fp8` and `wide_load` are JAX primitives of our own, made with internals of JAX (0.11).
 """
