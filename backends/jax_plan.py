@@ -45,10 +45,12 @@ def plan(topk_ids: jax.Array, experts: int, block_m: int) -> Plan:
     bucket = jnp.where((ids < 0) | (ids >= experts), experts, ids)
     slot = jnp.arange(slots, dtype=jnp.int32)
 
-    of_bucket = bucket[:, None] == jnp.arange(experts + 1, dtype=jnp.int32)
-    counts = jnp.sum(of_bucket, axis=0, dtype=jnp.int32)
-    last_row = jnp.cumsum((counts + (block_m - 1)) // block_m, dtype=jnp.int32)
-    first_row = jnp.concatenate([jnp.zeros(1, jnp.int32), last_row[:-1]])
+    # Sums over the last axis, the running sum over buckets too: XLA fuses each with what leads up to it.
+    buckets = jnp.arange(experts + 1, dtype=jnp.int32)
+    counts = jnp.sum(buckets[:, None] == bucket[None, :], axis=1, dtype=jnp.int32)
+    rows = (counts + (block_m - 1)) // block_m
+    last_row = jnp.sum(jnp.where(buckets[None, :] <= buckets[:, None], rows[None, :], 0), axis=1, dtype=jnp.int32)
+    first_row = last_row - rows
 
     if slots <= COUNTING_SLOTS:
         earlier = (bucket[None, :] == bucket[:, None]) & (slot[None, :] < slot[:, None])

@@ -151,10 +151,8 @@ def moe_gemm(
 @functools.partial(jax.jit, static_argnames=("problem", "order", "config", "interpret", "blocks"))
 def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, fill, problem, order, config, interpret, blocks):
     plan = jax_plan.plan(topk_ids, problem.experts, config.block_m)
-    row_scale = None
-    if problem.quantises_x:
-        x, x_scale = jax_plan.quantise_tokens(x)
-        row_scale = _gather(x_scale, plan.sorted_slot // problem.top_k)
+    x, x_scale = jax_plan.prepare_tokens(x, problem)
+    row_scale = None if x_scale is None else _gather(x_scale, plan.sorted_slot // problem.top_k)
     if topk_weight is not None:
         row_weight = _gather(topk_weight.reshape(-1), plan.sorted_slot)
         row_scale = row_weight if row_scale is None else row_scale * row_weight
@@ -226,7 +224,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             plgpu.barrier_wait(filled.at[stage])
             weights = w_smem.at[stage]
             if widens:
-                weights = _widen(w_smem[stage], y_dtype)  # in registers, from where wgmma can read its left operand
+                weights = w_smem[stage].astype(jnp.float16)  # in registers, from where wgmma can read its left operand
                 if wide_smem is not None:
                     wide_smem[...] = weights
                     plgpu.commit_smem()
@@ -317,7 +315,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ]
         if widens and interpret:  # the interpreter's wgmma reads shared memory only
-            scratch.append(plgpu.SMEM((block_n, block_k), y_dtype))
+            scratch.append(plgpu.SMEM((block_n, block_k), jnp.float16))
         kernel = plgpu.kernel(
             with_optional,
             out_type=y_type if fill is None else (),
@@ -364,12 +362,6 @@ def _operand(shape: tuple[int, int, int], source: jax.Array):
 def _load_vector(ref, layout) -> jax.Array:
     """A vector from global memory, each thread reading the elements that `layout` gives it."""
     return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def _widen(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """e4m3 -> float16 or bfloat16, exact. Hopper converts e4m3 to float16 alone; bfloat16 goes on through float32."""
-    wide = weights.astype(jnp.float16)
-    return wide if dtype == jnp.float16 else wide.astype(jnp.float32).astype(dtype)
 
 
 def _next_stage(stage: jax.Array, stages: int) -> jax.Array:
