@@ -41,35 +41,50 @@ def candidates(problem: Problem, backend: str) -> list[Config]:
     """Configs worth timing: token tiles near an expert's slots, and tiles that fill the pipeline and fit the GPU."""
     per_expert = problem.slots / max(1, min(problem.experts, problem.slots))
     rows = [m for m in (16, 32, 64, 128) if (m == 16 or m / 2 < per_expert * 1.3) and m * 2 >= min(per_expert, 128)]
-    mosaic = backend == "pallas-mosaic"
-    swaps = (False, True) if problem.dtype == "fp8-w8a16" and not mosaic else (True,)
-    depths = (64, 128) if problem.w_itemsize == 2 else (128, 256)
+    if backend == "pallas-mosaic":
+        return [config for m in rows for config in _mosaic_tiles(problem, m)]
     found = []
-    for block_m, swap_ab, block_k in itertools.product(rows, swaps, depths):
-        for block_n, num_warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
-            if mosaic and (block_n, num_warps) not in ((64, 4), (128, 4)):
-                continue
-            if num_warps == 8 and block_m < 64 and not (block_n == 256 and block_m == 16):
-                continue
-            if num_warps == 4 and block_m * block_n > 128 * 128:
-                continue
-            stage = block_k * (block_m * problem.x_itemsize + block_n * problem.w_itemsize)
-            deepest = min(8, 200_000 // stage)
-            # One thread block with a deep pipeline, or two with half of it each.
-            halved = max(2, min(5, 100_000 // stage))
-            for num_stages in sorted({deepest, halved} if block_m == 16 else {halved}):
-                if num_stages >= 2:
-                    found.append(
-                        Config(
-                            block_m=block_m,
-                            block_n=block_n,
-                            block_k=block_k,
-                            num_warps=num_warps,
-                            num_stages=num_stages,
-                            swap_ab=swap_ab,
-                        )
-                    )
+    for block_m in rows:
+        for swap_ab in (False, True) if problem.dtype == "fp8-w8a16" else (True,):
+            found += _triton_tiles(problem, block_m, swap_ab)
     return found
+
+
+def _triton_tiles(problem: Problem, block_m: int, swap_ab: bool) -> Iterator[Config]:
+    if problem.w_itemsize == 2:
+        depths: tuple[int, ...] = (64, 128)
+    else:
+        depths = (64, 128) if problem.dtype == "fp8-w8a16" and block_m > 16 else (128, 256)
+    for block_k, (block_n, num_warps) in itertools.product(depths, ((64, 4), (128, 4), (128, 8), (256, 8))):
+        if num_warps == 8 and block_m < 32 and block_n < 256:
+            continue
+        if block_m * block_n > 128 * 32 * num_warps:
+            continue
+        for num_stages in _stages(problem, block_m, block_n, block_k):
+            yield Config(
+                block_m=block_m,
+                block_n=block_n,
+                block_k=block_k,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                swap_ab=swap_ab,
+            )
+
+
+def _mosaic_tiles(problem: Problem, block_m: int) -> Iterator[Config]:
+    depth = 64 if block_m > 32 else 128
+    block_k = depth if problem.w_itemsize == 2 else 2 * depth
+    for block_n in (64, 128):
+        for num_stages in _stages(problem, block_m, block_n, block_k):
+            yield Config(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=num_stages)
+
+
+def _stages(problem: Problem, block_m: int, block_n: int, block_k: int) -> list[int]:
+    """One thread block a multiprocessor with the deepest pipeline, and two with half of it each."""
+    stage = block_k * (block_m * problem.x_itemsize + block_n * problem.w_itemsize)
+    output = block_m * block_n * 2
+    depths = {min(8, (220_000 - output) // stage), min(5, (110_000 - output) // stage)}
+    return sorted(depth for depth in depths if depth >= 2)
 
 
 def tune_case(row: Row, device: Any, configs: list[Config], data: Any) -> dict[str, Any]:
@@ -89,14 +104,15 @@ def tune_case(row: Row, device: Any, configs: list[Config], data: Any) -> dict[s
         return wait(contender.eager(), contender.framework, device)
 
     right: list[tuple[Config, Contender, float]] = []
+    device.clock.pause()  # CUPTI loses records of kernels that several threads launched at once
     with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as pool:
         runs = [(config, contender, pool.submit(compile_and_run, contender)) for config, contender in ready]
-        for config, contender, run in runs:
+        for config, _, run in runs:
             try:
                 run.result()
             except Exception as error:
                 failed[str(config)] = f"{type(error).__name__}: {error}"[:300]
-                continue
+    device.clock.reset()
     for config, contender in ready:
         if str(config) in failed:
             continue
