@@ -11,12 +11,18 @@ through the extension that jax ships for its Mosaic profiler (kernels only). One
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 CLOCKS = ("cupti", "jax-cupti")
+FLUSH_KERNEL = "bench_read_kernel"
+"""Name of the kernel that flushes L2 and measures the read ceiling (read_kernel.py)."""
 _BUFFER_BYTES = 1 << 20
 _FLUSH_FORCED = 1
+_POLL_SECONDS = 0.001
+_LATE_POLLS = 100
+_QUIET_POLLS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +75,43 @@ def total(records: Iterable[KernelRecord]) -> float:
 def names(records: Iterable[KernelRecord]) -> list[str]:
     """The different names, in order of first appearance."""
     return list(dict.fromkeys(record.name for record in records))
+
+
+def gather(
+    clock: Clock, kernel_name: str | None, at_least: int = 1, *, ignore: str | None = FLUSH_KERNEL
+) -> list[KernelRecord]:
+    """The records of one call: waits until the kernel is among them and there are `at_least` so many.
+
+    CUPTI hands records over from a thread of its own: now and then one comes a little after the device is idle. This
+    polls up to 0.1 s for the call's own; what is missing then is the caller's to notice. The flush before the call may
+    be late as well: records named `ignore` are dropped.
+    """
+    found: list[KernelRecord] = []
+    for poll in range(_LATE_POLLS):
+        if poll:
+            time.sleep(_POLL_SECONDS)
+        found += _without(clock.records(), ignore)
+        if len(found) >= at_least and select(found, kernel_name):
+            break
+    return found
+
+
+def settle(clock: Clock) -> list[KernelRecord]:
+    """Everything that comes until nothing more does for 8 ms: for learning how many records a call has."""
+    found: list[KernelRecord] = []
+    quiet = 0
+    for _ in range(_LATE_POLLS):
+        new = _without(clock.records(), FLUSH_KERNEL)
+        found += new
+        quiet = 0 if new else quiet + 1
+        if quiet == _QUIET_POLLS:
+            break
+        time.sleep(_POLL_SECONDS)
+    return found
+
+
+def _without(records: Iterable[KernelRecord], ignore: str | None) -> list[KernelRecord]:
+    return [record for record in records if ignore is None or ignore not in record.name]
 
 
 class CuptiClock:

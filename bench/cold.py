@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bench.clock import Clock, ClockError, select, total
+from bench.clock import FLUSH_KERNEL, Clock, ClockError, gather, select, total
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ def _read_ceiling(clock: Clock) -> float:
     seconds = []
     for per_program, block in _BLOCKS:
         call = functools.partial(read, source, sums, per_program, block)
-        seconds.append(_median_seconds(clock, call, "bench_read_kernel"))
+        seconds.append(_median_seconds(clock, call, FLUSH_KERNEL))
     return CEILING_BYTES / min(seconds)
 
 
@@ -95,7 +95,7 @@ def _median_seconds(clock: Clock, call: Callable[[], object], kernel_name: str |
         clock.reset()
         call()
         torch.cuda.synchronize()
-        samples.append(total(select(clock.records(), kernel_name)))
+        samples.append(total(select(gather(clock, kernel_name, ignore=None), kernel_name)))
     if not all(samples):
         raise ClockError(f"the {clock.name} clock recorded no kernel while the ceilings were measured")
     return statistics.median(samples)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench import results
-from bench.cases import PARAMETERS, Case, Row, cases, order_pairs, rows
+from bench.cases import PARAMETERS, Case, Row, order_pairs, rows
 from bench.clock import CLOCKS, ClockError
 from bench.data import Data, DataCache, build
 from bench.machine import Device, Machine, Rehearsal, versions
@@ -74,15 +75,15 @@ def row(model_name: str, gemm: str, tokens: int, dtype: str, order: str, contend
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """All tests of one case and dtype together, in the order of the cases: they share gigabytes of data."""
-    order = {(case.model.name, case.gemm, case.tokens): number for number, case in enumerate(cases(_which(config)))}
-    dtypes: dict[str, int] = {}
+    place: dict[object, int] = {}
+    for row in rows(_which(config)):
+        place.setdefault((*row.parameters[:4], row.contender), len(place))
 
-    def position(item: pytest.Item) -> tuple[int, int, str]:
-        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if "model_name" not in params:
-            return (len(order), 0, "")
-        case = order[params["model_name"], params["gemm"], params["tokens"]]
-        return (case, dtypes.setdefault(params["dtype"], len(dtypes)), params["contender"])
+    def position(item: pytest.Item) -> int:
+        callspec = getattr(item, "callspec", None)
+        params: dict[str, Any] = callspec.params if callspec is not None else {}
+        key = (*(params.get(name) for name in PARAMETERS[:4]), params.get("contender"))
+        return place.get(key, len(place))
 
     ours = [item for item in items if item.path.parent == Path(__file__).parent]
     others = [item for item in items if item.path.parent != Path(__file__).parent]
@@ -111,7 +112,14 @@ def machine(request: pytest.FixtureRequest) -> Device:
 def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
     option = request.config.getoption
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    capture = request.config.pluginmanager.get_plugin("capturemanager")
     assert reporter is not None
+    assert capture is not None
+
+    def say(line: str) -> None:
+        with capture.global_and_fixture_disabled():  # shown now, not with the captured output of a failing test
+            reporter.write_line(line)
+
     journal = results.Journal(option("--results") or results.default_path())
     journal.write(
         "run",
@@ -126,7 +134,7 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
         ceilings=machine.ceilings(),
         state=machine.state(),
     )
-    reporter.write_line(f"\nresults are appended to {journal.path}")
+    say(f"\nresults are appended to {journal.path}")
 
     def make(case: Case, dtype: str, scale_layout: ScaleLayout) -> Data:
         device = machine.torch_device
@@ -139,7 +147,7 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
         rounds=option("--rounds"),
         warm=option("--warm"),
         total=request.config.stash[_TOTAL],
-        say=reporter.write_line,
+        say=say,
     )
     request.config.stash[_SUITE] = suite
     yield suite

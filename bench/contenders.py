@@ -28,6 +28,8 @@ class Contender:
     kernel_name: substring of the GEMM kernel's name; None: all kernels of a call count (peers)
     to_y:        the result of a call -> torch (T, top_k, N)
     tile_rows:   tile rows in use at this config; None for peers
+    captured:    what `capture` made, once it has
+    records:     GPU records of one eager call, once that is known
     """
 
     row: Row
@@ -39,6 +41,7 @@ class Contender:
     config: Config | None
     tile_rows: int | None
     captured: Callable[[], Any] | None = None
+    records: int | None = None
 
     def eager(self) -> Any:
         return self.call(*self.arguments)

@@ -59,7 +59,9 @@ class Device(Protocol):
     interpret: bool
     torch_device: str
     gpu: str
-    clock: Clock
+
+    @property
+    def clock(self) -> Clock: ...
 
     def synchronize(self) -> None: ...
 
@@ -144,23 +146,29 @@ def _number(text: str) -> float | None:
 
 
 class RehearsalClock:
-    """The host's clock in place of the GPU's: one record, carrying every backend's kernel name, per span."""
+    """The host's clock in place of the GPU's: one record, carrying every backend's kernel name, per synchronisation."""
 
     name = "rehearsal"
 
     def __init__(self) -> None:
+        from backends import registry
+
+        self._name = " ".join(registry.load(name).KERNEL_NAME for name in registry.BACKENDS)
         self.reset()
 
     def reset(self) -> None:
         self._since = time.perf_counter()
+        self._found: list[KernelRecord] = []
+
+    def synchronized(self) -> None:
+        now = time.perf_counter()
+        self._found.append(KernelRecord(self._name, now - self._since))
+        self._since = now
 
     def records(self) -> list[KernelRecord]:
-        from backends import registry
-
-        elapsed = time.perf_counter() - self._since
-        kernel_names = [registry.load(name).KERNEL_NAME for name in registry.BACKENDS]
+        found = self._found
         self.reset()
-        return [KernelRecord("rehearsal of " + " ".join(kernel_names), elapsed)]
+        return found
 
     def pause(self) -> None:
         pass
@@ -174,10 +182,10 @@ class Rehearsal:
     gpu = "rehearsal on the CPU"
 
     def __init__(self) -> None:
-        self.clock: Clock = RehearsalClock()
+        self.clock: RehearsalClock = RehearsalClock()
 
     def synchronize(self) -> None:
-        pass
+        self.clock.synchronized()
 
     def flush(self) -> None:
         pass

@@ -10,19 +10,14 @@ Each sample is one call after one cache flush; flush and synchronisation lie out
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
-from bench.clock import Clock, ClockError, KernelRecord, names, select, total
+from bench.clock import Clock, ClockError, KernelRecord, gather, names, select, settle, total
 from bench.contenders import Contender, poisoned, wait
 from bench.data import Data
 from bench.machine import Device
 from shared.reference import error_bound
-
-
-LATE_RECORD_POLLS = 50
-LATE_RECORD_SECONDS = 0.001
 
 
 class WrongResult(AssertionError):
@@ -33,28 +28,29 @@ class WrongResult(AssertionError):
 class GpuTimer:
     """A timer for pytest-benchmark whose seconds are GPU seconds of the kernels that are looked for.
 
-    Each call waits for the device and takes in what was recorded since the last call. pytest-benchmark subtracts two
-    readings, around the timed call, so what was recorded before the first (the flush) drops out. `seconds` only grows.
+    pytest-benchmark reads it before and after the timed call and subtracts. The first reading drops what the GPU did
+    before (the flush), the second waits for the device and adds what the call's records say. `seconds` only grows.
+
+    at_least: how many records one call has, so that a late one is waited for
+    last:     the records of the last call
     """
 
     clock: Clock
     synchronize: Callable[[], None]
     kernel_name: str | None
+    at_least: int = 1
     seconds: float = 0.0
     last: list[KernelRecord] = dataclasses.field(default_factory=list)
-    pending: bool = False
+    in_call: bool = False
 
     def __call__(self) -> float:
         self.synchronize()
-        self.last = self.clock.records()
-        # CUPTI hands records over from a thread of its own: now and then one comes a little after the device is idle.
-        for _ in range(LATE_RECORD_POLLS if self.pending else 0):
-            if select(self.last, self.kernel_name):
-                break
-            time.sleep(LATE_RECORD_SECONDS)
-            self.last += self.clock.records()
-        self.pending = not self.pending
-        self.seconds += total(select(self.last, self.kernel_name))
+        if self.in_call:
+            self.last = gather(self.clock, self.kernel_name, self.at_least)
+            self.seconds += total(select(self.last, self.kernel_name))
+        else:
+            self.clock.records()
+        self.in_call = not self.in_call
         return self.seconds
 
 
@@ -67,22 +63,38 @@ class GpuSamples:
     kernels: list[str] = dataclasses.field(default_factory=list)
 
     def collect(self) -> None:
-        """Take in the last round. Raises ClockError where the kernel was not among its records."""
-        records = self.timer.last
-        if not select(records, self.timer.kernel_name):
-            wanted = "any kernel" if self.timer.kernel_name is None else f"a kernel named {self.timer.kernel_name!r}"
-            raise ClockError(f"the {self.timer.clock.name} clock did not record {wanted}; recorded: {names(records)}")
+        """Take in the last round. Raises ClockError where its records are not complete."""
+        records, timer = self.timer.last, self.timer
+        if len(records) < timer.at_least or not select(records, timer.kernel_name):
+            wanted = "any name" if timer.kernel_name is None else f"the name {timer.kernel_name!r}"
+            raise ClockError(
+                f"the {timer.clock.name} clock should have recorded {timer.at_least} kernels or more, one of them with "
+                f"{wanted}; recorded: {names(records)}"
+            )
         self.totals.append(total(records))
         for name in names(records):
             if name not in self.kernels:
                 self.kernels.append(name)
 
 
+def records_of(contender: Contender, device: Device, call: Callable[[], Any]) -> int:
+    """How many records one call of this contender has: the fewest of three calls, each waited for at length."""
+    counts = []
+    for _ in range(3):
+        device.synchronize()
+        device.clock.reset()
+        wait(call(), contender.framework, device)
+        counts.append(len(settle(device.clock)))
+    return max(1, min(counts))
+
+
 def gpu_sample(contender: Contender, device: Device, *, flush: bool = True) -> float:
     """GPU seconds of the kernel in one eager call."""
+    if contender.records is None:
+        contender.records = records_of(contender, device, contender.eager)
     if flush:
         device.flush()
-    timer = GpuTimer(device.clock, device.synchronize, contender.kernel_name)
+    timer = GpuTimer(device.clock, device.synchronize, contender.kernel_name, contender.records)
     samples = GpuSamples(timer)
     start = timer()
     wait(contender.eager(), contender.framework, device)

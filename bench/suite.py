@@ -62,11 +62,10 @@ class Suite:
         """GPU seconds of the kernel into pytest-benchmark's own statistics, GPU total beside them."""
         contender, data = self.ready(row)
         call = self._call_of(contender, data, captured)
-        timer = measure.GpuTimer(self.device.clock, self.device.synchronize, contender.kernel_name)
+        at_least = measure.records_of(contender, self.device, call)  # warms up as well
+        timer = measure.GpuTimer(self.device.clock, self.device.synchronize, contender.kernel_name, at_least)
         samples = measure.GpuSamples(timer)
         _Current.timer = timer
-        self.device.clock.reset()
-        self._warm_up(contender, call)
 
         info = self._run(benchmark, contender, data, call, "kernel", captured, lambda *_: samples.collect())
         if info is None:
@@ -111,9 +110,6 @@ class Suite:
         other_row = dataclasses.replace(row, order=other)
         contender = prepare(other_row, data, self.device, config=column.config)
         measure.check(contender, data, self.device, contender.eager)
-        for ready in (column, contender):
-            self._warm_up(ready, ready.eager)
-        self.device.clock.reset()
         found = pairs.compare(
             lambda: measure.gpu_sample(column, self.device, flush=not self.warm),
             lambda: measure.gpu_sample(contender, self.device, flush=not self.warm),

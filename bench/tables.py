@@ -1,0 +1,132 @@
+"""Tables of results, as rows of text that the terminal and README share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from backends.registry import BACKENDS
+
+Table = tuple[list[str], list[list[str]]]
+"""(headings, rows)"""
+TWO_BYTES = ("fp16", "bf16")
+
+
+def merged(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Compact results of several runs as one; where an id was measured again, the later run counts."""
+    found: dict[str, Any] = {"run": {}}
+    by_id: dict[str, dict[str, Any]] = {"rows": {}, "pairs": {}, "published": {}}
+    for run in sorted(runs, key=lambda content: content["run"].get("date", "")):
+        found["run"] = run["run"]
+        for part, kept in by_id.items():
+            kept.update({item["id"]: item for item in run[part]})
+    return found | {part: list(kept.values()) for part, kept in by_id.items()}
+
+
+def kernel_times(found: dict[str, Any]) -> Table:
+    """Per case and dtype: floor, kernel time of each backend, best peer, best share of the ceiling, order effect.
+
+    Peers with 2-byte weights stand beside fp16 and bf16 alike: they move the same bytes.
+    """
+    timed = [row for row in found["rows"] if row.get("kernel_us")]
+    order_effects = {(pair["case"], _dtype(pair)): pair for pair in found["pairs"] if pair["b"] == "row"}
+    groups = list(dict.fromkeys((row["case"], _dtype(row)) for row in timed if row["contender"] in BACKENDS))
+    headings = ["case", "dtype", "floor µs", *BACKENDS, "best peer", "best share of read ceiling", "row ÷ column"]
+    lines = []
+    for case, dtype in groups:
+        own = {
+            row["contender"]: row
+            for row in timed
+            if (row["case"], _dtype(row), row["order"]) == (case, dtype, "column") and row["contender"] in BACKENDS
+        }
+        if not own:
+            continue
+        peers = [
+            row
+            for row in timed
+            if row["case"] == case and row["contender"] not in BACKENDS and _comparable(dtype, _dtype(row))
+        ]
+        best = min(own.values(), key=lambda row: row["kernel_us"])
+        peer = min(peers, key=lambda row: row["kernel_us"], default=None)
+        times = [f"{own[name]['kernel_us']:.1f}" if name in own else "–" for name in BACKENDS]
+        lines.append(
+            [
+                case,
+                dtype,
+                f"{best['floor_us']:.1f}",
+                *(f"**{t}**" if name == best["contender"] else t for name, t in zip(BACKENDS, times, strict=True)),
+                "–" if peer is None else f"{peer['kernel_us']:.1f} ({peer['contender']})",
+                f"{best['share_of_read_ceiling']:.0%}",
+                _effect(order_effects.get((case, dtype))),
+            ]
+        )
+    return headings, lines
+
+
+def call_times(found: dict[str, Any]) -> Table:
+    """Where captured calls were measured: GPU total of a call, and what a caller waits for, eager and captured, µs."""
+    headings = ["case", "dtype", "contender", "kernel", "GPU total", "call, eager", "call, captured"]
+    keys = ("kernel_us", "gpu_total_us", "call_us", "call_captured_us")
+    lines = [
+        [row["case"], _dtype(row), row["contender"], *(_time(row.get(key)) for key in keys)]
+        for row in found["rows"]
+        if row.get("call_captured_us") and row["order"] in ("column", "own")
+    ]
+    return headings, lines
+
+
+def published(found: dict[str, Any]) -> Table:
+    """The kernel as published in 2024: what it writes, and the time of writing everything."""
+    headings = ["tokens", "tiles visited (counted)", "output written", "its µs", "row order µs", "apparent speed-up"]
+    lines = [
+        [
+            str(item["tokens"]),
+            f"{item['coverage']:.2%}",
+            f"{item['written']:.2%}",
+            f"{item['published_us']:.1f}",
+            f"{item['row_us']:.1f}",
+            f"{item['row_us'] / item['published_us']:.1f}×",
+        ]
+        for item in sorted(found["published"], key=lambda item: item["tokens"])
+    ]
+    return headings, lines
+
+
+def markdown(table: Table) -> str:
+    headings, lines = table
+    if not lines:
+        return "No results yet."
+    rows = [headings, ["---"] * len(headings), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def environment(run: dict[str, Any]) -> str:
+    """One paragraph: where, when, with what, against which ceilings."""
+    ceilings, versions = run["ceilings"], run["versions"]
+    fp8 = f", FP8 {ceilings['fp8_flops'] / 1e12:.0f}" if "fp8_flops" in ceilings else ""
+    installed = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "jax", "jax-triton"))
+    return (
+        f"{run['gpu']}, {run['date'][:10]}, {run['cache']} L2, GPU clock {run['clock']}, median of {run['rounds']}; "
+        f"{installed}. Measured in the same run: read ceiling {ceilings['read_bytes_per_s'] / 1e12:.2f} TB/s, "
+        f"8192³ products: bf16 {ceilings['bf16_flops'] / 1e12:.0f}{fp8} TFLOP/s."
+    )
+
+
+def _dtype(row: dict[str, Any]) -> str:
+    return row["dtype"] + (".block" if row["scale_layout"] == "block" else "")
+
+
+def _comparable(dtype: str, peer_dtype: str) -> bool:
+    return dtype == peer_dtype or (dtype in TWO_BYTES and peer_dtype in TWO_BYTES)
+
+
+def _effect(pair: dict[str, Any] | None) -> str:
+    if pair is None:
+        return "–"
+    if pair["verdict"] == "no difference":
+        return "no difference"
+    return f"{pair['ratio']:.2f} [{pair['low']:.2f}, {pair['high']:.2f}]"
+
+
+def _time(microseconds: float | None) -> str:
+    return "–" if microseconds is None else f"{microseconds:.1f}"
