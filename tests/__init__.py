@@ -1,0 +1,1 @@
+"""One correctness suite over every backend; it knows no framework beyond carrying arrays to and from it."""

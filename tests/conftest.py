@@ -1,0 +1,50 @@
+"""What runs by default, what needs a GPU, and how many tests ran where."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.where import HAS_GPU, NEEDS_GPU
+
+# No deadline: a first example compiles. Derandomised: a red run is the same everywhere.
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
+
+_PLACES = {"compile_only": "compile-only", "gpu": "GPU", "interpret": "interpreter"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not HAS_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
+    asked_for_slow = "slow" in (config.option.markexpr or "") or any("::" in argument for argument in config.args)
+    if not asked_for_slow:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        if slow:
+            config.hook.pytest_deselected(items=slow)
+            items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def _place(report: pytest.TestReport) -> str:
+    return next((place for mark, place in _PLACES.items() if mark in report.keywords), "plain CPU")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    ran: Counter[str] = Counter()
+    wanting = 0
+    for outcome, reports in terminalreporter.stats.items():
+        for report in reports:
+            if not isinstance(report, pytest.TestReport):
+                continue
+            if outcome == "skipped" and NEEDS_GPU in str(report.longrepr):
+                wanting += 1
+            elif outcome in ("passed", "failed") and report.when == "call":
+                ran[_place(report)] += 1
+    places = ("interpreter", "compile-only", "GPU", "plain CPU")
+    line = "ran: " + ", ".join(f"{place} {ran[place]}" for place in places)
+    terminalreporter.write_line(line + (f"; skipped for want of a GPU: {wanting}" if wanting else ""))

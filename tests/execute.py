@@ -1,0 +1,63 @@
+"""Run one backend on NumPy data where the tests run, and judge the result."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import backends
+from backends import arrays
+from shared.config import Config
+from shared.problem import Problem
+from shared.reference import error_bound, relative_error
+from tests.cases import Data
+from tests.where import HAS_GPU, INTERPRET
+
+
+def run(backend: str, data: Data, order: str, config: Config, *, fill: float | None = float("nan")) -> np.ndarray:
+    """y of a backend's own moe_gemm, whose output buffer held `fill` before; skips where the backend cannot."""
+    module = backends.load(backend)
+    if (reason := module.unavailable(interpret=INTERPRET)) is not None:
+        pytest.skip(f"{backend}: {reason}")
+    if (reason := module.unsupported(data.problem, config)) is not None:
+        pytest.skip(f"{backend} refuses: {reason}")
+    native = [
+        None if array is None else arrays.to_framework(array, module.FRAMEWORK, on_gpu=HAS_GPU)
+        for array in data.arguments
+    ]
+    y = module.moe_gemm(*native, problem=data.problem, order=order, config=config, interpret=INTERPRET, fill=fill)
+    return arrays.to_host(y)
+
+
+def bound(problem: Problem) -> float:
+    """The reference's bound; in the interpreters, which accumulate in float32, without what Hopper's FP8 unit adds."""
+    if INTERPRET and problem.quantises_x:
+        import dataclasses
+
+        return error_bound(dataclasses.replace(problem, dtype="fp8-w8a16"))
+    return error_bound(problem)
+
+
+def check(y: np.ndarray, data: Data) -> None:
+    """y is right: dtype and shape, every element written, -1 rows zeros, error within the bound overall and locally."""
+    problem, reference = data.problem, data.reference
+    assert y.shape == (problem.tokens, problem.top_k, problem.n)
+    assert y.dtype.name == problem.activation
+    y = y.astype(np.float64)
+    unwritten = np.isnan(y)
+    assert not unwritten.any(), f"{unwritten.sum()} of {y.size} elements unwritten or NaN, first {where(unwritten)}"
+    nonzero = (y != 0) & (data.ids < 0)[:, :, None]
+    assert not nonzero.any(), f"rows of -1 slots must be zeros: {nonzero.sum()} are not, first {where(nonzero)}"
+    limit = bound(problem)
+    # Over the whole output a single wrong element could hide. Rounding to p bits moves an element by at most 2**-p of
+    # itself, which is 1.17 times `error_bound` (twice the root mean square), hence the factor.
+    rows = np.abs(reference).max(axis=2, keepdims=True)
+    wrong = np.abs(y - reference) > 1.25 * limit * rows
+    assert not wrong.any(), f"{wrong.sum()} of {y.size} elements wrong, first {where(wrong)}"
+    error = relative_error(y, reference)
+    assert error <= limit, f"relative error {error:.2e} above {limit:.1e}"
+
+
+def where(mask: np.ndarray) -> list[int]:
+    """[token, j, channel] of the first element."""
+    return [int(i) for i in np.argwhere(mask)[0]]

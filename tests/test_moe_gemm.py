@@ -1,0 +1,224 @@
+"""The correctness suite: every backend x order x dtype x case against the float64 reference.
+
+Output buffers hold NaN beforehand, so an element that no program writes shows. Bounds: `shared.reference.error_bound`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import backends
+from backends import arrays
+from shared import fp8, models
+from shared.config import Config
+from shared.orders import ORDERS
+from shared.problem import Problem
+from shared.reference import moe_gemm_reference
+from tests import cases
+from tests.cases import CASES, VARIANTS, Data, build
+from tests.execute import check, run
+from tests.where import HAS_GPU, INTERPRET, NUMERICS
+
+EVERY_BACKEND = pytest.mark.parametrize("backend", backends.BACKENDS)
+
+
+def matrix() -> list[object]:
+    return list(_matrix())
+
+
+def _matrix() -> Iterator[object]:
+    for name, case in CASES.items():
+        quick = cases.quick(name)
+        for variant in VARIANTS:
+            for order in ORDERS:
+                for backend in backends.BACKENDS:
+                    marks = () if (variant, order) in quick else (pytest.mark.slow,)
+                    yield pytest.param(
+                        backend, case, variant, order, marks=marks, id=f"{name}-{variant}-{order}-{backend}"
+                    )
+
+
+@NUMERICS
+@pytest.mark.parametrize(("backend", "case", "variant", "order"), matrix())
+def test_against_reference(backend: str, case: cases.Case, variant: str, order: str) -> None:
+    data = build(case.name, variant)
+    y = run(backend, data, order, case.config)
+    check(y, data)
+    if case.integers:
+        assert np.array_equal(y.astype(np.float64), data.reference), "small integers must come out exact"
+
+
+REFUSED = {
+    # pallas-mosaic: the weights are wgmma's left operand, always
+    *((("pallas-mosaic", name, variant)) for name in ("tokens-left", "integers-tokens-left") for variant in VARIANTS),
+    # pallas-mosaic: one block scale a step, so block_n = 256 does not go with 128 x 128 blocks
+    ("pallas-mosaic", "wide-tile", "fp8-w8a16-block"),
+    ("pallas-mosaic", "wide-tile", "fp8-w8a8-block"),
+}
+
+
+def test_refused_combinations_are_exactly_these() -> None:
+    """So that nothing falls out of the matrix unseen."""
+    found = {
+        (backend, name, variant)
+        for backend in backends.BACKENDS
+        for name, case in CASES.items()
+        for variant in VARIANTS
+        if backends.load(backend).unsupported(case.problem(variant), case.config)
+    }
+    assert found == REFUSED
+
+
+def test_default_run_meets_every_backend_order_and_variant() -> None:
+    met = {pair for name in CASES for pair in cases.quick(name)}
+    assert met == {(variant, order) for variant in VARIANTS for order in ORDERS}
+    assert all(len({v for v, _ in cases.quick(name)} & {"fp16", "bf16"}) >= 1 for name in CASES)
+    assert all(any(v.startswith("fp8") for v, _ in cases.quick(name)) for name in CASES)
+
+
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8-w8a16", "fp8-w8a8"])
+def test_config_for_is_never_refused(backend: str, dtype: str) -> None:
+    """Every model, GEMM and batch gets a config without asking for one, on an unknown GPU and on known ones."""
+    module = backends.load(backend)
+    for model in models.models().values():
+        for gemm in models.GEMMS:
+            for tokens in (1, 8, 64, 512, 4096):
+                for layout in ("channel", "block") if dtype.startswith("fp8") else ("channel",):
+                    problem = model.problem(gemm, tokens, dtype, scale_layout=layout)
+                    for gpu in (None, "NVIDIA H200"):
+                        config = backends.config_for(problem, backend=backend, gpu=gpu)
+                        refusal = module.unsupported(problem, config)
+                        assert refusal is None, f"{model.case(gemm, tokens)} {layout} {gpu}: {refusal}"
+
+
+@NUMERICS
+@EVERY_BACKEND
+def test_poison_shows_what_is_not_written(backend: str) -> None:
+    """The suite's own check: the fill value reaches the buffer that the kernel writes (any value but NaN is overwritten
+    to the same result), and a NaN that stays is found."""
+    data = build("ragged", "fp16")
+    y = run(backend, data, "row", CASES["ragged"].config, fill=7.0)
+    check(y, data)
+    y = y.copy()
+    y[1, 0, 3] = np.nan
+    with pytest.raises(AssertionError, match="1 of .* elements unwritten"):
+        check(y, data)
+
+
+@NUMERICS
+@EVERY_BACKEND
+@pytest.mark.parametrize("wrong", [2, 3, 2**31 - 1, -2, -(2**31)])
+def test_unchecked_wrong_expert_gives_zeros(backend: str, wrong: int) -> None:
+    """Ids outside [-1, E) that reach a device unchecked: a row of zeros, as documented, and no read out of bounds."""
+    if INTERPRET and wrong not in (2, -2):
+        pytest.skip("the interpreters run one number above and one below; all five on a GPU")
+    ids = np.array([(0, 1), (wrong, 0), (1, wrong)], np.int32)
+    case = cases.Case(name="wrong-expert", reason="", ids=ids, experts=2, n=64, k=32)
+    data = _build(case, "fp16")
+    y = run(backend, data, "column", case.config)
+    check(y, data)
+
+
+def _build(case: cases.Case, variant: str) -> Data:
+    """As cases.build, for a case outside the table; ids outside [-1, E) count as -1 in the reference."""
+    problem = case.problem(variant)
+    rng = np.random.default_rng(0)
+    dtype = cases.float_dtype(problem.activation)
+    x = rng.standard_normal((problem.tokens, problem.k)).astype(dtype)
+    w = rng.standard_normal((problem.experts, problem.n, problem.k)).astype(np.float32)
+    w_scale = None
+    if problem.is_fp8:
+        quantise = fp8.quantise_channel if problem.scale_layout == "channel" else fp8.quantise_block
+        w, w_scale = quantise(w)
+    else:
+        w = w.astype(dtype)
+    topk_weight = rng.uniform(0.1, 2, case.ids.shape).astype(np.float32) if problem.routing_weight else None
+    seen = np.where((case.ids < 0) | (case.ids >= problem.experts), -1, case.ids)
+    reference = moe_gemm_reference(x, w, seen, problem=problem, w_scale=w_scale, topk_weight=topk_weight)
+    data = Data(problem, x, w, case.ids, w_scale, topk_weight, reference)
+    return dataclasses.replace(data, ids=case.ids)
+
+
+@NUMERICS
+@EVERY_BACKEND
+@pytest.mark.parametrize("variant", ["fp16", "bf16", "fp8-w8a16-channel", "fp8-w8a8-channel"])
+def test_small_terms_beside_large_ones(backend: str, variant: str) -> None:
+    """K = 128 products: 448 * 448, 126 of 1 * 1, then -448 * 448; exact sum 126, after a partial sum of 200830.
+
+    A float32 accumulator holds 200830 exactly. Hopper's FP8 unit keeps about 14 bits of a partial sum (steps of 16 at
+    that size), so fp8-w8a8 on a GPU may lose some or all of the ones, and no more than that.
+    """
+    case = cases.Case(
+        name="cancel", reason="", ids=np.zeros((1, 1), np.int32), experts=1, n=64, k=128, routing_weight=False,
+        activation="float16",
+    )  # fmt: skip
+    problem = case.problem(variant)
+    x = np.ones((1, 128), np.float32)
+    w = np.ones((1, 64, 128), np.float32)
+    x[:, [0, -1]] = 448
+    w[:, :, 0], w[:, :, -1] = 448, -448
+    dtype = cases.float_dtype(problem.activation)
+    w_scale = np.ones((1, 64), np.float32) if problem.is_fp8 else None
+    data = Data(
+        problem, x.astype(dtype), w.astype(fp8.FP8 if problem.is_fp8 else dtype), case.ids, w_scale, None,
+        np.full((1, 1, 64), 126.0),
+    )  # fmt: skip
+    y = run(backend, data, "row", case.config).astype(np.float64)
+    if HAS_GPU and problem.quantises_x:
+        assert np.all((y >= -16) & (y <= 126 + 16))
+    else:
+        assert np.array_equal(y, data.reference)
+
+
+@NUMERICS
+@EVERY_BACKEND
+@pytest.mark.parametrize("variant", ["fp16", "fp8-w8a8-channel"])
+def test_a_token_that_is_not_finite_spoils_its_own_rows_only(backend: str, variant: str) -> None:
+    case = CASES["ragged"]
+    data = build("ragged", variant)
+    x = data.x.copy()
+    x[1, 5], x[3, 0] = np.nan, np.inf
+    y = run(backend, dataclasses.replace(data, x=x), "column", case.config)
+    bad = [1, 3]
+    assert not np.isfinite(y[bad].astype(np.float32)).any()
+    if variant == "fp8-w8a8-channel":
+        assert np.isnan(y[bad].astype(np.float32)).all()
+    good = [0, 2, 4]
+    assert np.array_equal(y[good], run(backend, data, "column", case.config)[good])
+
+
+@NUMERICS
+@pytest.mark.parametrize("variant", ["fp16", "fp8-w8a8-block"])
+def test_torch_strides(variant: str) -> None:
+    """Rows of x and of w further apart than K, weights of some experts of a larger tensor, a transposed weight array."""
+    import torch
+
+    data = build("scale-blocks", variant)
+    problem = data.problem
+    module = backends.load("torch-triton")
+    if (reason := module.unavailable(interpret=INTERPRET)) is not None:
+        pytest.skip(reason)
+    x, w, ids, w_scale, weight = (
+        None if a is None else arrays.to_framework(a, "torch", on_gpu=HAS_GPU) for a in data.arguments
+    )
+    wide_x = torch.empty(problem.tokens, problem.k + 7, dtype=x.dtype, device=x.device)
+    wide_x.fill_(float("nan"))
+    wide_x[:, : problem.k] = x
+    byte = torch.uint8 if problem.is_fp8 else torch.int16
+    wide_w = torch.full(
+        (problem.experts + 2, problem.n + 3, problem.k + 5), 0x7F, dtype=byte, device=x.device
+    )  # 0x7f is NaN in e4m3
+    inner = wide_w[1:-1, : problem.n, : problem.k]
+    inner.copy_(w.view(byte))
+    assert not wide_x[:, : problem.k].is_contiguous()
+    spread = None if weight is None else torch.stack([weight, weight * 100], dim=2)[:, :, 0]
+    y = module.moe_gemm(
+        wide_x[:, : problem.k], inner.view(w.dtype), ids, w_scale, spread, problem=problem, order="grouped",
+        config=CASES["scale-blocks"].config, interpret=INTERPRET, fill=float("nan"),
+    )  # fmt: skip
+    check(arrays.to_host(y), data)
