@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator
@@ -108,6 +109,20 @@ def machine(request: pytest.FixtureRequest) -> Device:
         pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
 
 
+def _rows_of(items: list[pytest.Item]) -> list[Row]:
+    """The different rows that these tests measure, an order comparison's other order among them."""
+    found: dict[Row, None] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        params: dict[str, Any] = callspec.params if callspec is not None else {}
+        if "model_name" in params:
+            row = Row.of(*(params[name] for name in PARAMETERS))
+            found[row] = None
+            if "other_order" in params:
+                found[dataclasses.replace(row, order=params["other_order"])] = None
+    return list(found)
+
+
 @pytest.fixture(scope="session")
 def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
     option = request.config.getoption
@@ -147,6 +162,8 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
         rounds=option("--rounds"),
         warm=option("--warm"),
         total=request.config.stash[_TOTAL],
+        rows=_rows_of(request.session.items),
+        captured_rows=_rows_of([item for item in request.session.items if "_captured[" in item.name]),
         say=say,
     )
     request.config.stash[_SUITE] = suite

@@ -137,7 +137,7 @@ def _capture_torch(contender: Contender, device: Device) -> Callable[[], Any]:
     device.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # JAX's threads may use CUDA meanwhile
             y = contender.eager()
     except RuntimeError as error:
         raise CannotRun(f"cannot be captured in a CUDA graph: {error}") from error

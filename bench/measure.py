@@ -30,9 +30,11 @@ class GpuTimer:
 
     pytest-benchmark reads it before and after the timed call and subtracts. The first reading drops what the GPU did
     before (the flush), the second waits for the device and adds what the call's records say. `seconds` only grows.
+    Raises ClockError where the records of a call are not complete.
 
     at_least: how many records one call has, so that a late one is waited for
-    last:     the records of the last call
+    totals:   GPU total of each call, seconds
+    kernels:  names of all that the calls ran
     """
 
     clock: Clock
@@ -40,41 +42,30 @@ class GpuTimer:
     kernel_name: str | None
     at_least: int = 1
     seconds: float = 0.0
-    last: list[KernelRecord] = dataclasses.field(default_factory=list)
+    totals: list[float] = dataclasses.field(default_factory=list)
+    kernels: list[str] = dataclasses.field(default_factory=list)
     in_call: bool = False
 
     def __call__(self) -> float:
         self.synchronize()
         if self.in_call:
-            self.last = gather(self.clock, self.kernel_name, self.at_least)
-            self.seconds += total(select(self.last, self.kernel_name))
+            self._take(gather(self.clock, self.kernel_name, self.at_least))
         else:
             self.clock.records()
         self.in_call = not self.in_call
         return self.seconds
 
-
-@dataclasses.dataclass
-class GpuSamples:
-    """What the rounds of a kernel-time benchmark recorded beside the kernel: filled by `collect` after each round."""
-
-    timer: GpuTimer
-    totals: list[float] = dataclasses.field(default_factory=list)
-    kernels: list[str] = dataclasses.field(default_factory=list)
-
-    def collect(self) -> None:
-        """Take in the last round. Raises ClockError where its records are not complete."""
-        records, timer = self.timer.last, self.timer
-        if len(records) < timer.at_least or not select(records, timer.kernel_name):
-            wanted = "any name" if timer.kernel_name is None else f"the name {timer.kernel_name!r}"
+    def _take(self, records: list[KernelRecord]) -> None:
+        mine = select(records, self.kernel_name)
+        if len(records) < self.at_least or not mine:
+            wanted = "any name" if self.kernel_name is None else f"the name {self.kernel_name!r}"
             raise ClockError(
-                f"the {timer.clock.name} clock should have recorded {timer.at_least} kernels or more, one of them with "
+                f"the {self.clock.name} clock should have recorded {self.at_least} kernels or more, one of them with "
                 f"{wanted}; recorded: {names(records)}"
             )
+        self.seconds += total(mine)
         self.totals.append(total(records))
-        for name in names(records):
-            if name not in self.kernels:
-                self.kernels.append(name)
+        self.kernels += [name for name in names(records) if name not in self.kernels]
 
 
 def records_of(contender: Contender, device: Device, call: Callable[[], Any]) -> int:
@@ -95,12 +86,9 @@ def gpu_sample(contender: Contender, device: Device, *, flush: bool = True) -> f
     if flush:
         device.flush()
     timer = GpuTimer(device.clock, device.synchronize, contender.kernel_name, contender.records)
-    samples = GpuSamples(timer)
     start = timer()
     wait(contender.eager(), contender.framework, device)
-    seconds = timer() - start
-    samples.collect()
-    return seconds
+    return timer() - start
 
 
 def check(contender: Contender, data: Data, device: Device, call: Callable[[], Any]) -> dict[str, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from bench.data import Data, DataCache
 from bench.machine import Device, versions
 from bench.results import Journal
 
+COMPILE_THREADS = 12
 PUBLISHED_TOKENS = (2, 8, 64, 512)
 WARMUP_ROUNDS = 3
 
@@ -33,7 +35,7 @@ def gpu_kernel_seconds() -> float:
 
 @dataclasses.dataclass
 class Suite:
-    """say: prints a progress line; total: tests that were collected."""
+    """say: prints a progress line; total: tests that were collected; rows, captured_rows: what those measure."""
 
     device: Device
     journal: Journal
@@ -42,7 +44,10 @@ class Suite:
     warm: bool
     total: int
     say: Callable[[str], None]
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    captured_rows: list[Row] = dataclasses.field(default_factory=list)
     done: int = 0
+    _prepared: dict[Row, Contender] = dataclasses.field(default_factory=dict)
     _ready: dict[Row, Contender | CannotRun | AssertionError] = dataclasses.field(default_factory=dict)
     _errors: dict[Row, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
@@ -64,13 +69,12 @@ class Suite:
         call = self._call_of(contender, data, captured)
         at_least = measure.records_of(contender, self.device, call)  # warms up as well
         timer = measure.GpuTimer(self.device.clock, self.device.synchronize, contender.kernel_name, at_least)
-        samples = measure.GpuSamples(timer)
         _Current.timer = timer
 
-        info = self._run(benchmark, contender, data, call, "kernel", captured, lambda *_: samples.collect())
+        info = self._run(benchmark, contender, data, call, "kernel", captured)
         if info is None:
             return
-        totals = sorted(samples.totals)
+        totals = sorted(timer.totals)
         suffix = "_captured" if captured else ""
         seconds = benchmark.stats.stats.median
         times = {
@@ -79,7 +83,7 @@ class Suite:
             f"samples{suffix}_us": [_us(sample) for sample in benchmark.stats.stats.data],
         }
         rates = measure.rates(info, seconds)
-        info |= times | rates | {"kernels": samples.kernels}
+        info |= times | rates | {"kernels": timer.kernels}
         if captured:  # the rates in result files are those of the eager kernel time
             self._record(benchmark, info, without=tuple(rates))
         else:
@@ -93,7 +97,7 @@ class Suite:
         self.device.clock.pause()
         try:
             self._warm_up(contender, call)
-            info = self._run(benchmark, contender, data, call, "call", captured, None)
+            info = self._run(benchmark, contender, data, call, "call", captured)
         finally:
             self.device.clock.reset()
         if info is None:
@@ -108,7 +112,8 @@ class Suite:
         """Column order against `other`, interleaved, same kernel, config and data."""
         column, data = self.ready(row)
         other_row = dataclasses.replace(row, order=other)
-        contender = prepare(other_row, data, self.device, config=column.config)
+        contender = self._prepared.get(other_row) or prepare(other_row, data, self.device)
+        assert contender.config == column.config
         measure.check(contender, data, self.device, contender.eager)
         found = pairs.compare(
             lambda: measure.gpu_sample(column, self.device, flush=not self.warm),
@@ -127,8 +132,8 @@ class Suite:
 
     def published_2024(self, tokens: int) -> None:
         """The published kernel beside the right one: time, and the share of the output that it writes."""
+        self._forget()
         self.data.free()
-        self.device.clock.reset()
         found = published.measure(tokens, self.device)
         self.journal.write("published", id=f"tokens-{tokens}", **found)
         self.done += 1
@@ -137,13 +142,36 @@ class Suite:
     def _data_of(self, row: Row) -> Data:
         key = (row.case, row.dtype, row.scale_layout)
         if key != self.data.key:
-            self._ready.clear()  # contenders and their captured graphs hold the old data
-            self._errors.clear()
+            self._forget()
+            data = self.data.get(*key)
+            self._compile_ahead(data, key)
         return self.data.get(*key)
+
+    def _forget(self) -> None:
+        """Let go of the contenders: they and their captured graphs hold the data that they were prepared for."""
+        self._prepared.clear()
+        self._ready.clear()
+        self._errors.clear()
+
+    def _compile_ahead(self, data: Data, key: tuple[object, ...]) -> None:
+        """Run the backends of this data once, side by side, as compiling takes longer than measuring.
+
+        What fails here fails again where it is measured, and is reported there.
+        """
+
+        def run(row: Row) -> None:
+            contender = self._prepared[row] = prepare(row, data, self.device)
+            wait(contender.eager(), contender.framework, self.device)
+            if contender.framework == "jax" and row in self.captured_rows:
+                capture(contender, self.device)
+
+        mine = [r for r in self.rows if (r.case, r.dtype, r.scale_layout) == key and r.contender not in peers.PEERS]
+        with concurrent.futures.ThreadPoolExecutor(1 if self.device.interpret else COMPILE_THREADS) as pool:
+            concurrent.futures.wait([pool.submit(run, row) for row in mine])
 
     def _make_ready(self, row: Row, data: Data) -> Contender | CannotRun | AssertionError:
         try:
-            contender = prepare(row, data, self.device)
+            contender = self._prepared.get(row) or prepare(row, data, self.device)
             try:
                 self._errors[row] = measure.check(contender, data, self.device, contender.eager)
             except (RuntimeError, ValueError, TypeError) as error:
@@ -179,7 +207,6 @@ class Suite:
 
     def _run(
         self, benchmark: Any, contender: Contender, data: Data, call: Callable[[], Any], kind: str, captured: bool,
-        teardown: Callable[..., None] | None,
     ) -> dict[str, Any] | None:  # fmt: skip
         """Run the rounds; the row's facts, or None where pytest-benchmark is disabled."""
         clock = self.device.clock.name if kind == "kernel" else "host"
@@ -189,7 +216,6 @@ class Suite:
         result = benchmark.pedantic(
             lambda: wait(call(), contender.framework, self.device),
             setup=self.device.synchronize if self.warm else self.device.flush,
-            teardown=teardown if benchmark.enabled else None,
             rounds=self.rounds,
             iterations=1,
         )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench.clock import ClockError, CuptiClock, JaxClock, KernelRecord, names, open_clock, select, settle, total
-from bench.measure import GpuSamples, GpuTimer
+from bench.measure import GpuTimer
 
 
 class Kind(enum.IntEnum):
@@ -122,15 +122,13 @@ def test_unknown_clock() -> None:
 def test_timer_counts_the_kernel_alone_and_leaves_the_flush_out() -> None:
     cupti = FakeCupti()
     timer = GpuTimer(CuptiClock(cupti), lambda: None, "moe_gemm")
-    samples = GpuSamples(timer)
     cupti.launch("bench_read_kernel", 60000)
     start = timer()
     cupti.launch("plan_kernel", 2000)
     cupti.launch("moe_gemm_kernel", 57000)
     assert timer() - start == pytest.approx(57e-6)
-    samples.collect()
-    assert samples.totals == [pytest.approx(59e-6)]
-    assert samples.kernels == ["plan_kernel", "moe_gemm_kernel"]
+    assert timer.totals == [pytest.approx(59e-6)]
+    assert timer.kernels == ["plan_kernel", "moe_gemm_kernel"]
 
 
 def test_timer_of_a_peer_counts_all_its_kernels() -> None:
@@ -148,9 +146,8 @@ def test_a_kernel_that_was_not_recorded_is_an_error() -> None:
     timer = GpuTimer(CuptiClock(cupti), lambda: None, "moe_gemm")
     timer()
     cupti.launch("other", 10)
-    timer()
     with pytest.raises(ClockError, match=r"'moe_gemm'; recorded: \['other'\]"):
-        GpuSamples(timer).collect()
+        timer()
 
 
 class LateCupti(FakeCupti):
@@ -165,15 +162,13 @@ class LateCupti(FakeCupti):
 def test_late_records_are_waited_for_and_a_late_flush_is_left_out() -> None:
     cupti = LateCupti()
     timer = GpuTimer(CuptiClock(cupti), lambda: None, "moe_gemm", at_least=2)
-    samples = GpuSamples(timer)
     for _ in range(2):
         cupti.launch("bench_read_kernel", 60000)
         start = timer()
         cupti.launch("plan_kernel", 2000)
         cupti.launch("moe_gemm_kernel", 57000)
         assert timer() - start == pytest.approx(57e-6)
-        samples.collect()
-    assert samples.totals == pytest.approx([59e-6, 59e-6])
+    assert timer.totals == pytest.approx([59e-6, 59e-6])
 
 
 def test_settle_gathers_everything_that_is_late() -> None:
