@@ -34,31 +34,37 @@ def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
     if entries and problem.tokens:
         nearest = min(entries, key=lambda entry: _ratio(entry["tokens"], problem.tokens))
         if _ratio(nearest["tokens"], problem.tokens) <= 2:
-            return Choice(
-                Config.from_mapping(nearest["config"]), f"measured on {gpu} at {nearest['tokens']} tokens for {backend}"
-            )
+            what = f"{nearest['dtype']} in {nearest['backend']} at {nearest['tokens']} tokens"
+            return Choice(Config.from_mapping(nearest["config"]), f"measured on {gpu}: {what}")
     return Choice(rule_of_thumb(problem, backend), "rule of thumb" + (f", no measured entry for {gpu}" if gpu else ""))
 
 
 def rule_of_thumb(problem: Problem, backend: str) -> Config:
-    """A config by slots per active expert.
+    """A config by slots per active expert, read off what was best on an H200 for the models of the table.
 
-    Token tiles just cover an expert's slots. Weights on the left fill the matrix instruction's 64-row side, except
-    where they have to be widened first: widened weights would have to go back to shared memory to be a left operand,
-    so fp8-w8a16 in Triton keeps them on the right. pallas-mosaic always has weights on the left. A K step holds 256
-    bytes of weights a row where the scale layout allows it, so that a thread block keeps enough loads in flight.
+    Token tiles hold one and a half times an expert's mean, so that most experts fit one tile row and read their weights
+    once. Weights on the left fill the matrix instruction's 64-row side, except where a small tile widens them first
+    (fp8-w8a16 in Triton): widened weights are a slow left operand there. pallas-mosaic always has them on the left.
+    A K step holds 128 to 256 bytes of a weight row.
     """
     per_expert = problem.slots / max(1, min(problem.experts, problem.slots))
+    mosaic = backend == "pallas-mosaic"
+    widens = problem.dtype == "fp8-w8a16"
     block_m = 16
-    while block_m < per_expert and block_m < 128:
+    while block_m < 128 and block_m < per_expert * (1 if widens else 1.5):
         block_m *= 2
     large = block_m >= 64
-    swap_ab = backend == "pallas-mosaic" or problem.dtype != "fp8-w8a16"
-    block_k = 64 if large and not problem.is_fp8 else 128
-    if problem.dtype == "fp8-w8a8" and problem.scale_layout == "channel" and not large:
-        block_k = 256
-    warps = 8 if block_m == 128 and backend != "pallas-mosaic" else 4
-    return Config(block_m=block_m, block_k=block_k, num_warps=warps, num_stages=4, swap_ab=swap_ab)
+    block_k = (64 if large else 128) * (2 if problem.is_fp8 else 1)
+    block_n = 128 if large or mosaic or widens else 64
+    num_stages = {64: 3, 128: 4, 256: 4}[block_k]
+    swap_ab = mosaic or not widens or block_m == 64
+    if mosaic:
+        block_m = min(block_m, 64) if problem.is_fp8 else block_m
+        num_stages = 2 if widens else 5
+    if problem.scale_layout == "block":  # partial sums of one scale block need registers of their own
+        block_k, block_m = min(block_k, 128), min(block_m, 64)
+        num_stages = 4
+    return Config(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=num_stages, swap_ab=swap_ab)
 
 
 @functools.cache
@@ -67,8 +73,14 @@ def _entries(slug: str) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["entries"] if slug and path.is_file() else []
 
 
+_MEASURED_AS = {"jax-triton": "torch-triton", "bf16": "fp16"}
+"""jax-triton launches torch-triton's kernel, and bf16 moves fp16's bytes at fp16's rate: one measurement serves both."""
+
+
 def _same_shape(entry: dict[str, Any], problem: Problem, backend: str) -> bool:
-    shape = (problem.dtype, problem.scale_layout, problem.experts, problem.n, problem.k, problem.top_k)
+    backend = _MEASURED_AS.get(backend, backend)
+    dtype = _MEASURED_AS.get(problem.dtype, problem.dtype)
+    shape = (dtype, problem.scale_layout, problem.experts, problem.n, problem.k, problem.top_k)
     measured = tuple(entry[name] for name in ("dtype", "scale_layout", "experts", "n", "k", "top_k"))
     return entry["backend"] == backend and measured == shape
 
