@@ -68,7 +68,8 @@ class Suite:
         contender, data = self.ready(row)
         call = self._call_of(contender, data, captured)
         at_least = measure.records_of(contender, self.device, call)  # warms up as well
-        timer = measure.GpuTimer(self.device.clock, self.device.synchronize, contender.kernel_name, at_least)
+        again = measure.repetition(contender, self.device, call, flush=not self.warm)
+        timer = measure.GpuTimer(self.device.clock, self.device.synchronize, contender.kernel_name, at_least, again)
         _Current.timer = timer
 
         info = self._run(benchmark, contender, data, call, "kernel", captured)
@@ -83,7 +84,7 @@ class Suite:
             f"samples{suffix}_us": [_us(sample) for sample in benchmark.stats.stats.data],
         }
         rates = measure.rates(info, seconds)
-        info |= times | rates | {"kernels": timer.kernels}
+        info |= times | rates | {"kernels": timer.kernels, "repeated_samples": timer.repeated}
         if captured:  # the rates in result files are those of the eager kernel time
             self._record(benchmark, info, without=tuple(rates))
         else:
@@ -166,8 +167,10 @@ class Suite:
                 capture(contender, self.device)
 
         mine = [r for r in self.rows if (r.case, r.dtype, r.scale_layout) == key and r.contender not in peers.PEERS]
+        self.device.clock.pause()  # CUPTI loses records of kernels that several threads launch at once
         with concurrent.futures.ThreadPoolExecutor(1 if self.device.interpret else COMPILE_THREADS) as pool:
             concurrent.futures.wait([pool.submit(run, row) for row in mine])
+        self.device.clock.reset()
 
     def _make_ready(self, row: Row, data: Data) -> Contender | CannotRun | AssertionError:
         try:

@@ -177,3 +177,12 @@ def test_settle_gathers_everything_that_is_late() -> None:
     cupti.launch("a", 1)
     cupti.launch("b", 1)
     assert names(settle(clock)) == ["a", "b"]
+
+
+def test_a_call_whose_record_was_lost_is_repeated() -> None:
+    cupti = FakeCupti()
+    again = lambda: cupti.launch("moe_gemm_kernel", 57000)  # noqa: E731
+    timer = GpuTimer(CuptiClock(cupti), lambda: None, "moe_gemm", again=again)
+    start = timer()  # the call's record never comes
+    assert timer() - start == pytest.approx(57e-6)
+    assert timer.repeated == 1
