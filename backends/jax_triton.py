@@ -223,7 +223,7 @@ def _launch_interpreted(
     constants: dict[str, Any],
     fill: float | None = None,
 ) -> list[jax.Array]:
-    """As `_launch`, through Triton's interpreter on the host. Outputs start as NaN bytes: nothing unwritten looks right."""
+    """As `_launch`, through Triton's interpreter on the host. Outputs start as NaN bytes, which look right nowhere."""
     import jax
     import numpy as np
 

@@ -57,12 +57,11 @@ def moe_gemm(
 
     launch = _launch_interpreted if interpret else _launch
     device = x.device
-    empty = {"device": device, "dtype": torch.int32}
-
     max_tile_rows = problem.max_tile_rows(config.block_m)
-    sorted_slot = torch.empty(max_tile_rows * config.block_m, **empty)
-    tile_expert = torch.empty(max_tile_rows, **empty)
-    tile_rows = torch.empty(1, **empty)
+    sorted_slot, tile_expert, tile_rows = (
+        torch.empty(size, device=device, dtype=torch.int32)
+        for size in (max_tile_rows * config.block_m, max_tile_rows, 1)
+    )
     topk_ids = topk_ids.contiguous()
     launch(
         "plan_kernel",
@@ -138,4 +137,5 @@ def _shared_memory_limit() -> int:
 
     if not torch.cuda.is_available():
         return triton_launch.SHARED_MEMORY_LIMIT
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return getattr(properties, "shared_memory_per_block_optin", triton_launch.SHARED_MEMORY_LIMIT)

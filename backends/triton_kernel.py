@@ -219,7 +219,7 @@ def scale_kernel(
     K: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """x to e4m3 or float16, one power-of-two scale a token: shared/fp8.py's quantise_token or scale_token, bit for bit."""
+    """x to e4m3 or float16, one power of two a token: shared/fp8.py's quantise_token or scale_token, bit for bit."""
     TO_FP8: tl.constexpr = scaled_ptr.dtype.element_ty == tl.float8e4nv
     token = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNK)

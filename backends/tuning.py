@@ -74,7 +74,7 @@ def _entries(slug: str) -> list[dict[str, Any]]:
 
 
 _MEASURED_AS = {"jax-triton": "torch-triton", "bf16": "fp16"}
-"""jax-triton launches torch-triton's kernel, and bf16 moves fp16's bytes at fp16's rate: one measurement serves both."""
+"""jax-triton launches torch-triton's kernel, and bf16 moves fp16's bytes at fp16's rate: one entry serves both."""
 
 
 def _same_shape(entry: dict[str, Any], problem: Problem, backend: str) -> bool:

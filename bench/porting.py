@@ -27,9 +27,7 @@ def steps(kernel: str) -> dict[str, str]:
     if tuple(match[1] for match in found) != STEPS:
         raise ValueError(f"{path}: {function} has the steps {[match[1] for match in found]}; expected: {STEPS}")
     ends = [match.start() for match in found[1:]] + [len(source)]
-    return {
-        match[1]: _dedent(source[match.start() : end].strip("\n")) for match, end in zip(found, ends, strict=True)
-    }
+    return {match[1]: _dedent(source[match.start() : end].strip("\n")) for match, end in zip(found, ends, strict=True)}
 
 
 def markdown(step: str) -> str:

@@ -1,15 +1,19 @@
-"""Writes README's generated blocks and the pictures from the committed result files, or checks that they agree."""
+"""Writes the generated blocks of README and notes, and the pictures, from committed results and sources.
+
+With check, nothing is written and what differs is told.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import picture, results, tables
+from bench import picture, porting, results, tables
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "notes").glob("*.md")))
 PICTURE = "kernel-over-floor.svg"
 NO_RESULTS = "No results are committed yet."
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL)
@@ -18,26 +22,29 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {
     "kernel-times": lambda found: tables.markdown(tables.kernel_times(found)),
     "call-times": lambda found: tables.markdown(tables.call_times(found)),
     "published": lambda found: tables.markdown(tables.published(found)),
+    "findings": lambda found: tables.findings(found),
     "environment": lambda found: tables.environment(found["run"]),
     "picture": lambda found: f"![Kernel time over floor]({_picture_path(found)})",
 }
-"""Block names in README, and what they hold for one GPU's merged results."""
+"""Block names, and what they hold for one GPU's merged results."""
+SOURCE_BLOCKS = {f"step-{step.lower().replace(' ', '-')}": step for step in porting.STEPS}
+"""Block names, and the step of the kernels whose source they hold."""
 
 
-def rewrite(*, check: bool, readme: Path = README, folder: Path = results.RESULTS) -> list[str]:
+def rewrite(*, check: bool, documents: Sequence[Path] = DOCUMENTS, folder: Path = results.RESULTS) -> list[str]:
     """What had to be changed, as sentences; with check, nothing is written. Empty: all agrees.
 
-    Raises ValueError for a block whose name is not in BLOCKS.
+    Raises ValueError for a block whose name is not known.
     """
     by_gpu = {gpu: tables.merged(runs) for gpu, runs in results.committed(folder).items()}
     changed = []
-    if readme.exists():
-        text = readme.read_text(encoding="utf-8")
+    for document in documents:
+        text = document.read_text(encoding="utf-8")
         wanted = _BLOCK.sub(lambda match: _block(match, by_gpu), text)
         if wanted != text:
-            changed.append(f"{readme.name}: generated blocks differ from the committed results")
+            changed.append(f"{document.name}: generated blocks differ from the committed results or sources")
             if not check:
-                readme.write_text(wanted, encoding="utf-8")
+                document.write_text(wanted, encoding="utf-8")
     for gpu, found in by_gpu.items():
         path = folder / gpu / PICTURE
         drawn = picture.points(found)
@@ -50,8 +57,10 @@ def rewrite(*, check: bool, readme: Path = README, folder: Path = results.RESULT
 
 def _block(match: re.Match[str], by_gpu: dict[str, dict[str, Any]]) -> str:
     name = match["name"]
+    if name in SOURCE_BLOCKS:
+        return f"{match[1]}{porting.markdown(SOURCE_BLOCKS[name])}\n{match[4]}"
     if name not in BLOCKS:
-        raise ValueError(f"README: got a generated block {name!r}; known: {', '.join(BLOCKS)}")
+        raise ValueError(f"got a generated block {name!r}; known: {', '.join([*BLOCKS, *SOURCE_BLOCKS])}")
     parts = [BLOCKS[name](found) for found in by_gpu.values()] or [NO_RESULTS]
     return f"{match[1]}{'\n\n'.join(parts)}\n{match[4]}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ from backends.registry import BACKENDS
 Table = tuple[list[str], list[list[str]]]
 """(headings, rows)"""
 TWO_BYTES = ("fp16", "bf16")
+DECODE_TOKENS = 64
 
 
 def merged(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -90,6 +92,100 @@ def published(found: dict[str, Any]) -> Table:
         for item in sorted(found["published"], key=lambda item: item["tokens"])
     ]
     return headings, lines
+
+
+def findings(found: dict[str, Any]) -> str:
+    """The answer in a few sentences, every figure computed from the results. Decode: 64 tokens and fewer."""
+    lines = [_order_finding(found), _framework_finding(found), _fp8_finding(found), _peer_finding(found)]
+    return "\n".join(f"- {line}" for line in lines if line) or "No results yet."
+
+
+def _order_finding(found: dict[str, Any]) -> str:
+    """Row against column order at one tile shape, at the tile that is best for column order."""
+    pairs = [pair for pair in found["pairs"] if pair["b"] == "row"]
+    if not pairs:
+        return ""
+    decode = [pair for pair in pairs if _tokens(pair["case"]) <= DECODE_TOKENS]
+    larger = [pair for pair in pairs if _tokens(pair["case"]) > DECODE_TOKENS]
+    gpu = found["run"]["gpu"]
+    parts = [f"**Order**, measured on one {gpu} at the best known tile: row order takes "]
+    if decode:
+        parts.append(f"{_span(decode)} of column order's time up to {DECODE_TOKENS} tokens ({len(decode)} cases)")
+    if larger:
+        tokens = " and ".join(sorted({str(_tokens(pair["case"])) for pair in larger}, key=int))
+        parts.append(f"{', and ' if decode else ''}{_span(larger)} at {tokens} tokens ({len(larger)} cases)")
+    fp8 = [pair for pair in pairs if pair["dtype"].startswith("fp8")]
+    two = [pair for pair in pairs if pair["dtype"] in TWO_BYTES]
+    if fp8 and two:
+        parts.append(f". Largest with 16-bit weights {_largest(two)}, with FP8 weights {_largest(fp8)}")
+    return "".join(parts) + "."
+
+
+def _framework_finding(found: dict[str, Any]) -> str:
+    groups: dict[tuple[str, str], dict[str, float]] = {}
+    for row in found["rows"]:
+        if row.get("kernel_us") and row["order"] == "column" and row["contender"] in BACKENDS:
+            groups.setdefault((row["case"], _dtype(row)), {})[row["contender"]] = row["kernel_us"]
+    full = {key: times for key, times in groups.items() if len(times) == len(BACKENDS)}
+    if not full:
+        return ""
+    fastest = {name: sum(min(times, key=lambda n: times[n]) == name for times in full.values()) for name in BACKENDS}
+    spread = [max(times.values()) / min(times.values()) for times in full.values()]
+    counts = ", ".join(f"{name} in {fastest[name]}" for name in BACKENDS)
+    return (
+        f"**Framework**: of {len(full)} cases and dtypes the fastest kernel is {counts}; slowest over fastest backend: "
+        f"median {statistics.median(spread):.2f}, at most {max(spread):.2f}."
+    )
+
+
+def _fp8_finding(found: dict[str, Any]) -> str:
+    """Best 16-bit kernel over best FP8 kernel of a case, decode, 200 MB and more to read in 16 bits."""
+    best: dict[tuple[str, bool], float] = {}
+    read: dict[str, float] = {}
+    for row in found["rows"]:
+        if row.get("kernel_us") and row["contender"] in BACKENDS and _tokens(row["case"]) <= DECODE_TOKENS:
+            key = (row["case"], row["dtype"].startswith("fp8"))
+            best[key] = min(best.get(key, float("inf")), row["kernel_us"])
+            if not key[1]:
+                read[row["case"]] = row["read_bytes"]
+    gains = [best[case, False] / best[case, True] for case in read if (case, True) in best and read[case] >= 200e6]
+    if not gains:
+        return ""
+    return (
+        f"**FP8**: up to {DECODE_TOKENS} tokens, reading 200 MB and more, the best FP8 kernel is {min(gains):.2f} to "
+        f"{max(gains):.2f} times as fast as the best 16-bit kernel ({len(gains)} cases)."
+    )
+
+
+def _peer_finding(found: dict[str, Any]) -> str:
+    """Fastest peer over fastest backend, per case and dtype."""
+    _, lines = kernel_times(found)
+    ratios = []
+    for line in lines:
+        times = [float(text.strip("*")) for text in line[3 : 3 + len(BACKENDS)] if text != "–"]
+        peer = line[3 + len(BACKENDS)]
+        if times and peer != "–":
+            ratios.append(float(peer.split()[0]) / min(times))
+    if not ratios:
+        return ""
+    return (
+        f"**Peers** that come with PyTorch and JAX take {min(ratios):.2f} to {max(ratios):.2f} times the best backend's "
+        f"time (median {statistics.median(ratios):.2f})."
+    )
+
+
+def _tokens(case: str) -> int:
+    return int(case.rsplit("tokens-", 1)[1])
+
+
+def _span(pairs: list[dict[str, Any]]) -> str:
+    ratios = [pair["ratio"] for pair in pairs]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _largest(pairs: list[dict[str, Any]]) -> str:
+    pair = max(pairs, key=lambda item: item["ratio"])
+    return f"{pair['ratio']:.2f} [{pair['low']:.2f}, {pair['high']:.2f}] ({pair['case']}, {pair['dtype']})"
 
 
 def markdown(table: Table) -> str:

@@ -43,7 +43,7 @@ def candidates(problem: Problem, backend: str) -> list[Config]:
     rows = [m for m in (16, 32, 64, 128) if (m == 16 or m / 2 < per_expert * 1.3) and m * 2 >= min(per_expert, 128)]
     if backend == "pallas-mosaic":
         return [config for m in rows for config in _mosaic_tiles(problem, m)]
-    found = []
+    found: list[Config] = []
     for block_m in rows:
         for swap_ab in (False, True) if problem.dtype == "fp8-w8a16" else (True,):
             found += _triton_tiles(problem, block_m, swap_ab)
@@ -127,7 +127,7 @@ def tune_case(row: Row, device: Any, configs: list[Config], data: Any) -> dict[s
         for config, contender, _ in right:
             samples[config].append(gpu_sample(contender, device) * 1e6)
     problem = data.problem
-    times = sorted(
+    times: list[dict[str, Any]] = sorted(
         (
             {
                 "us": round(statistics.median(samples[config]), 2),
@@ -136,7 +136,7 @@ def tune_case(row: Row, device: Any, configs: list[Config], data: Any) -> dict[s
             }
             for config, _, error in right
         ),
-        key=lambda entry: entry["us"],
+        key=lambda entry: float(entry["us"]),  # type: ignore[arg-type]
     )
     shape = {name: getattr(problem, name) for name in ("dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")}
     return {"backend": row.contender, "case": row.case.name, **shape, "times": times, "failed": failed}

@@ -30,7 +30,7 @@ def quantise_channel(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantise_block(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """w (E, N, K), floating -> e4m3 weights and float32 scales (E, ceil(N/128), ceil(K/128)); edge blocks are smaller."""
+    """w (E, N, K), floating -> e4m3 weights, float32 scales (E, ceil(N/128), ceil(K/128)); edge blocks are smaller."""
     w = w.astype(np.float32)
     experts, n, k = w.shape
     rows, cols = ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK)

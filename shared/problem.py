@@ -87,7 +87,7 @@ class Problem:
     def scales_x(self) -> bool:
         """Whether the kernel reads x with one scale a token: quantised to e4m3 (fp8-w8a8), or as float16.
 
-        Hardware widens e4m3 weights to float16 but not to bfloat16. So with bfloat16 activations fp8-w8a16 multiplies in
+        Hardware widens e4m3 weights to float16 but not to bfloat16. With bfloat16 activations, fp8-w8a16 multiplies in
         float16: each row of x is scaled into float16's range by a power of two (`fp8.scale_token`).
         """
         return self.quantises_x or (self.dtype == "fp8-w8a16" and self.activation == "bfloat16")

@@ -146,7 +146,7 @@ def test_report_writes_and_checks(run_file: Path, tmp_path: Path) -> None:
     readme.write_text("# A\n<!-- generated: kernel-times -->\nold\n<!-- end generated -->\ntail\n")
 
     def rewrite(*, check: bool) -> list[str]:
-        return report.rewrite(check=check, readme=readme, folder=folder)
+        return report.rewrite(check=check, documents=[readme], folder=folder)
 
     assert len(rewrite(check=True)) == 2
     assert "old" in readme.read_text()
@@ -171,7 +171,7 @@ def test_report_refuses_an_unknown_block(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("<!-- generated: kernel-tims -->\n<!-- end generated -->\n")
     with pytest.raises(ValueError, match="known: kernel-times"):
-        report.rewrite(check=True, readme=readme, folder=tmp_path)
+        report.rewrite(check=True, documents=[readme], folder=tmp_path)
 
 
 def test_readme_agrees_with_the_committed_results() -> None:
