@@ -14,9 +14,7 @@ import pytest
 import backends
 from backends import arrays
 from shared import fp8, models
-from shared.config import Config
 from shared.orders import ORDERS
-from shared.problem import Problem
 from shared.reference import moe_gemm_reference
 from tests import cases
 from tests.cases import CASES, VARIANTS, Data, build
@@ -99,14 +97,13 @@ def test_config_for_is_never_refused(backend: str, dtype: str) -> None:
 @NUMERICS
 @EVERY_BACKEND
 def test_poison_shows_what_is_not_written(backend: str) -> None:
-    """The suite's own check: the fill value reaches the buffer that the kernel writes (any value but NaN is overwritten
-    to the same result), and a NaN that stays is found."""
+    """The suite's own check: what the buffer held makes no difference, and one NaN that stays is found."""
     data = build("ragged", "fp16")
     y = run(backend, data, "row", CASES["ragged"].config, fill=7.0)
     check(y, data)
     y = y.copy()
     y[1, 0, 3] = np.nan
-    with pytest.raises(AssertionError, match="1 of .* elements unwritten"):
+    with pytest.raises(AssertionError, match=r"^1 of \d+ elements unwritten"):
         check(y, data)
 
 
@@ -177,7 +174,7 @@ def test_small_terms_beside_large_ones(backend: str, variant: str) -> None:
 
 @NUMERICS
 @EVERY_BACKEND
-@pytest.mark.parametrize("variant", ["fp16", "fp8-w8a8-channel"])
+@pytest.mark.parametrize("variant", ["fp16", "fp8-w8a16-channel", "fp8-w8a8-channel"])
 def test_a_token_that_is_not_finite_spoils_its_own_rows_only(backend: str, variant: str) -> None:
     case = CASES["ragged"]
     data = build("ragged", variant)
@@ -195,7 +192,7 @@ def test_a_token_that_is_not_finite_spoils_its_own_rows_only(backend: str, varia
 @NUMERICS
 @pytest.mark.parametrize("variant", ["fp16", "fp8-w8a8-block"])
 def test_torch_strides(variant: str) -> None:
-    """Rows of x and of w further apart than K, weights of some experts of a larger tensor, a transposed weight array."""
+    """Rows of x and of w further apart than K, experts inside a larger tensor, strided routing weights."""
     import torch
 
     data = build("scale-blocks", variant)

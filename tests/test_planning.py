@@ -1,0 +1,205 @@
+"""Planning: the specification's invariants, and the plans made on the device equal to it for any routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from shared.planning import Plan, expert_counts, plan, tile_rows_in_use
+from shared.problem import Problem
+from tests.where import HAS_GPU, NUMERICS
+
+BLOCK_M = st.sampled_from([16, 32, 64, 128])
+SMALL_BLOCK_M = st.sampled_from([1, 2, 3, 4, 16])
+"""The specification knows no least block: small ones reach every bound with few slots."""
+
+
+@st.composite
+def routings(draw: st.DrawFn, most_tokens: int = 12, most_experts: int = 9) -> tuple[np.ndarray, int]:
+    """(topk_ids, E): any ids in [-1, E), repeats within a token included; experts that nobody names are likely."""
+    experts = draw(st.integers(1, most_experts))
+    tokens, top_k = draw(st.integers(1, most_tokens)), draw(st.integers(1, 4))
+    values = draw(st.sampled_from([(-1, experts - 1), (0, experts - 1), (experts - 1, experts - 1), (-1, 0), (-1, -1)]))
+    ids = draw(hnp.arrays(np.int32, (tokens, top_k), elements=st.integers(*values)))
+    return ids, experts
+
+
+def assert_plan(made: Plan, ids: np.ndarray, experts: int, block_m: int) -> None:
+    """What every plan must have, said without reference to how it is made."""
+    slots = ids.size
+    flat = ids.reshape(-1)
+    sorted_slot = np.asarray(made.sorted_slot)
+    rows = sorted_slot.reshape(-1, block_m)
+    tile_expert = np.asarray(made.tile_expert)
+    in_use = int(made.tile_rows[0])
+    assert sorted_slot.dtype == tile_expert.dtype == np.asarray(made.tile_rows).dtype == np.int32
+    bound = Problem(tokens=slots, experts=experts, n=1, k=1, top_k=1).max_tile_rows(block_m)
+    assert rows.shape == (bound, block_m)
+    assert tile_expert.shape == (bound,)
+    assert np.asarray(made.tile_rows).shape == (1,)
+    assert 0 <= in_use <= bound
+    # every slot once, all else padding
+    real = sorted_slot[sorted_slot != slots]
+    assert sorted(real) == list(range(slots))
+    # nothing past the rows in use
+    assert np.all(rows[in_use:] == slots)
+    assert np.all(tile_expert[in_use:] == -1)
+    # one expert a tile row, no empty tile row, experts ascending with the -1 slots last, slots ascending within each
+    for row, expert in zip(rows[:in_use], tile_expert[:in_use], strict=True):
+        here = row[row != slots]
+        assert here.size > 0
+        assert np.all(flat[here] == expert)
+        assert np.all(row[: here.size] == here), "padding comes last in a tile row"
+    bucket = np.where(tile_expert[:in_use] < 0, experts, tile_expert[:in_use])
+    assert np.all(np.diff(bucket) >= 0)
+    for expert in range(-1, experts):
+        members = real[flat[real] == expert]
+        assert np.all(np.diff(members) > 0)
+        assert np.sum(tile_expert[:in_use] == expert) == -(-members.size // block_m), "no tile row too many"
+
+
+@given(routing=routings(), block_m=SMALL_BLOCK_M)
+def test_specification(routing: tuple[np.ndarray, int], block_m: int) -> None:
+    assert_plan(plan(*routing, block_m), *routing, block_m)
+
+
+@given(slots=st.integers(1, 60), experts=st.integers(1, 12), block_m=SMALL_BLOCK_M)
+def test_bound_is_reached(slots: int, experts: int, block_m: int) -> None:
+    """Some routing needs every tile row that is allowed for: one slot for each bucket, the rest to one of them."""
+    buckets = [*range(experts), -1]
+    ids = np.array([*buckets, *[0] * slots][:slots], np.int32)[:, None]
+    assert plan(ids, experts, block_m).tile_rows[0] == len(plan(ids, experts, block_m).tile_expert)
+
+
+def test_no_slots_no_rows() -> None:
+    made = plan(np.zeros((0, 2), np.int32), 4, 16)
+    assert made.sorted_slot.shape == made.tile_expert.shape == (0,)
+    assert made.tile_rows[0] == 0
+
+
+def test_four_tokens_to_the_only_expert() -> None:
+    """Elsewhere, tokens were dropped and unused blocks got expert 0: 0, 1, 2, 3, then padding 4; unused ids are -1."""
+    made = plan(np.zeros((4, 1), np.int32), 1, 16)
+    assert made.sorted_slot[:16].tolist() == [0, 1, 2, 3] + [4] * 12
+    assert made.tile_expert.tolist() == [0, -1]
+    assert made.tile_rows.tolist() == [1]
+
+
+def test_each_of_five_experts_once() -> None:
+    """Elsewhere, blocks of four experts wrapped around and processed some twice."""
+    made = plan(np.arange(5, dtype=np.int32)[:, None], 5, 16)
+    assert made.tile_expert.tolist() == [0, 1, 2, 3, 4]
+    assert made.sorted_slot.reshape(5, 16)[:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_documented_alignment_example() -> None:
+    """Counts [2, 3, 0, 6, 8], block 4: 24 padded slots; experts 0, 1, 3, 3, 4, 4, then -1."""
+    ids = np.repeat(np.arange(5), [2, 3, 0, 6, 8]).astype(np.int32)[:, None]
+    made = plan(ids, 5, 4)
+    assert made.tile_rows[0] * 4 == 24
+    assert made.tile_expert.tolist() == [0, 1, 3, 3, 4, 4] + [-1] * (len(made.tile_expert) - 6)
+    assert expert_counts(ids, 5).tolist() == [2, 3, 0, 6, 8]
+    assert tile_rows_in_use(expert_counts(ids, 5), 4) == 6
+
+
+# Plans made on the device
+
+
+def triton_plan(ids: np.ndarray, experts: int, block_m: int) -> Plan:
+    """`plan_kernel`, into arrays that hold 0x7f bytes beforehand."""
+    import torch
+
+    from backends import torch_triton, triton_launch
+
+    problem = Problem(tokens=ids.shape[0], experts=experts, n=1, k=1, top_k=ids.shape[1])
+    launch = torch_triton._launch if HAS_GPU else torch_triton._launch_interpreted
+    device = "cuda" if HAS_GPU else "cpu"
+    rows = problem.max_tile_rows(block_m)
+    made = [torch.full((size,), 0x7F7F7F7F, dtype=torch.int32, device=device) for size in (rows * block_m, rows, 1)]
+    topk_ids = torch.from_numpy(ids).to(device)
+    constants = triton_launch.plan_constants(problem, block_m)
+    launch("plan_kernel", triton_launch.plan_grid(problem), (topk_ids, *made, problem.slots), constants)
+    return Plan(*(array.cpu().numpy() for array in made))
+
+
+def jax_plan(ids: np.ndarray, experts: int, block_m: int) -> Plan:
+    import jax
+
+    from backends import jax_plan
+
+    planner = jax.jit(jax_plan.plan, static_argnums=(1, 2))
+    made = planner(jax.numpy.asarray(ids), experts, block_m)
+    arrays = [np.asarray(array) for array in made]
+    # `position` is the inverse of sorted_slot
+    assert np.array_equal(arrays[0][arrays[3]], np.arange(ids.size))
+    return Plan(*arrays[:3])
+
+
+def assert_equal(made: Plan, ids: np.ndarray, experts: int, block_m: int) -> None:
+    assert_plan(made, ids, experts, block_m)
+    specified = plan(ids, experts, block_m)
+    for name in ("sorted_slot", "tile_expert", "tile_rows"):
+        np.testing.assert_array_equal(getattr(made, name), getattr(specified, name), err_msg=name)
+
+
+PLANNERS = {"triton": triton_plan, "jax": jax_plan}
+EVERY_PLANNER = pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS.keys())
+
+
+@NUMERICS
+@given(routing=routings(), block_m=BLOCK_M)
+@example(routing=(np.zeros((4, 1), np.int32), 1), block_m=16)
+@example(routing=(np.full((9, 3), -1, np.int32), 2), block_m=16)
+@settings(max_examples=40)
+def test_triton_plan_equals_specification(routing: tuple[np.ndarray, int], block_m: int) -> None:
+    assert_equal(triton_plan(*routing, block_m), *routing, block_m)
+
+
+@NUMERICS
+@given(
+    ids=hnp.arrays(np.int32, (6, 3), elements=st.integers(-1, 4))
+    | hnp.arrays(np.int32, (40, 1), elements=st.integers(-1, 4)),
+    block_m=st.sampled_from([16, 32]),
+)
+@settings(max_examples=60)
+def test_jax_plan_equals_specification(ids: np.ndarray, block_m: int) -> None:
+    assert_equal(jax_plan(ids, 5, block_m), ids, 5, block_m)
+
+
+@NUMERICS
+@EVERY_PLANNER
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "reason"),
+    [
+        (1, 1, 1, "the least of everything"),
+        (3, 2, 64, "more experts than slots"),
+        (129, 1, 5, "one past the chunk in which the kernel reads ids"),
+        (1100, 1, 3, "more than one chunk of 1024"),
+        (700, 3, 8, "more than the 2048 slots up to which the JAX plan counts instead of sorting"),
+        (6, 8, 64, "a power of two of experts"),
+        (40, 2, 15, "E + 1 a power of two"),
+        (40, 2, 16, "E + 1 just past a power of two"),
+    ],
+)
+def test_larger_plans(
+    planner: Callable[[np.ndarray, int, int], Plan], tokens: int, top_k: int, experts: int, reason: str
+) -> None:
+    ids = np.random.default_rng(tokens).integers(-1, experts, (tokens, top_k)).astype(np.int32)
+    assert_equal(planner(ids, experts, 16), ids, experts, 16)
+    skewed = np.where(ids % 3 == 0, ids, experts - 1)
+    assert_equal(planner(skewed, experts, 32), skewed, experts, 32)
+
+
+@NUMERICS
+@EVERY_PLANNER
+def test_numbers_that_are_no_expert_go_to_the_last_bucket(planner: Callable[[np.ndarray, int, int], Plan]) -> None:
+    ids = np.array([(0, 3), (2**31 - 1, 1), (-7, -(2**31)), (2, 0)], np.int32)
+    made = planner(ids, 3, 16)
+    specified = plan(np.where((ids < 0) | (ids > 2), -1, ids).astype(np.int32), 3, 16)
+    for name in ("sorted_slot", "tile_expert", "tile_rows"):
+        np.testing.assert_array_equal(getattr(made, name), getattr(specified, name), err_msg=name)
