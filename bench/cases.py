@@ -15,6 +15,8 @@ from shared.problem import DTYPES, Problem, ScaleLayout
 
 TOKENS_FULL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 DEFAULT_DTYPES = ("fp16", "fp8-w8a16", "fp8-w8a8")
+PAIRED = ("torch-triton", "pallas-mosaic")
+"""Backends whose orders the default set compares by pairs: one gathers rows of x in the kernel, the other before it."""
 CAPTURED_TOKENS = (8,)
 """Batches that the default set also measures captured (CUDA graph, outer jax.jit), as each costs a compilation."""
 _DEFAULT = (
@@ -119,7 +121,7 @@ def order_pairs(which: str) -> list[tuple[Row, str]]:
     """(row in column order, the order to compare it with): what `pairs` measures interleaved, at one config."""
     found = []
     for row in rows("full" if which == "full" else which):
-        if row.order != "column" or (which != "full" and row.contender != "torch-triton"):
+        if row.order != "column" or (which != "full" and row.contender not in PAIRED):
             continue
         others = [order for order in ORDERS if order != "column"] if which != "default" else ["row"]
         found += [(row, other) for other in others]

@@ -31,9 +31,11 @@ def kernel_times(found: dict[str, Any]) -> Table:
     Peers with 2-byte weights stand beside fp16 and bf16 alike: they move the same bytes.
     """
     timed = [row for row in found["rows"] if row.get("kernel_us")]
-    order_effects = {(pair["case"], _dtype(pair)): pair for pair in found["pairs"] if pair["b"] == "row"}
+    effects = {(pair["case"], _dtype(pair), pair["contender"]): pair for pair in found["pairs"] if pair["b"] == "row"}
+    paired = [name for name in BACKENDS if any(key[2] == name for key in effects)]
     groups = list(dict.fromkeys((row["case"], _dtype(row)) for row in timed if row["contender"] in BACKENDS))
-    headings = ["case", "dtype", "floor µs", *BACKENDS, "best peer", "best share of read ceiling", "row ÷ column"]
+    headings = ["case", "dtype", "floor µs", *BACKENDS, "best peer", "best share of read ceiling"]
+    headings += [f"row ÷ column, {name}" for name in paired]
     lines = []
     for case, dtype in groups:
         own = {
@@ -59,7 +61,7 @@ def kernel_times(found: dict[str, Any]) -> Table:
                 *(f"**{t}**" if name == best["contender"] else t for name, t in zip(BACKENDS, times, strict=True)),
                 "–" if peer is None else f"{peer['kernel_us']:.1f} ({peer['contender']})",
                 f"{best['share_of_read_ceiling']:.0%}",
-                _effect(order_effects.get((case, dtype))),
+                *(_effect(effects.get((case, dtype, name))) for name in paired),
             ]
         )
     return headings, lines
@@ -96,19 +98,24 @@ def published(found: dict[str, Any]) -> Table:
 
 def findings(found: dict[str, Any]) -> str:
     """The answer in a few sentences, every figure computed from the results. Decode: 64 tokens and fewer."""
-    lines = [_order_finding(found), _framework_finding(found), _fp8_finding(found), _peer_finding(found)]
+    lines = [
+        *(_order_finding(found, name) for name in BACKENDS),
+        _framework_finding(found),
+        _fp8_finding(found),
+        _peer_finding(found),
+    ]
     return "\n".join(f"- {line}" for line in lines if line) or "No results yet."
 
 
-def _order_finding(found: dict[str, Any]) -> str:
-    """Row against column order at one tile shape, at the tile that is best for column order."""
-    pairs = [pair for pair in found["pairs"] if pair["b"] == "row"]
+def _order_finding(found: dict[str, Any], contender: str) -> str:
+    """Row against column order in one backend, at the tile that is best for column order."""
+    pairs = [pair for pair in found["pairs"] if pair["b"] == "row" and pair["contender"] == contender]
     if not pairs:
         return ""
     decode = [pair for pair in pairs if _tokens(pair["case"]) <= DECODE_TOKENS]
     larger = [pair for pair in pairs if _tokens(pair["case"]) > DECODE_TOKENS]
     gpu = found["run"]["gpu"]
-    parts = [f"**Order**, measured on one {gpu} at the best known tile: row order takes "]
+    parts = [f"**Order, {contender}**, on one {gpu}, each case at its best known tile: row order takes "]
     if decode:
         parts.append(f"{_span(decode)} of column order's time up to {DECODE_TOKENS} tokens ({len(decode)} cases)")
     if larger:

@@ -28,6 +28,8 @@ from shared.problem import Problem, ScaleLayout
 TUNED = Path(__file__).parent.parent / "backends" / "tuned"
 ROUNDS = 7
 COMPILE_THREADS = 12
+FEW_TILES = 132
+"""Below so many tiles of 64 channels, multiprocessors of an H200 would stand idle: narrower tiles are tried too."""
 CASES = (
     ("mixtral-8x7b", "gate-up", (1, 8, 64, 256, 512)),
     ("qwen3-30b-a3b", "gate-up", (1, 8, 32, 64, 512)),
@@ -45,9 +47,13 @@ def candidates(problem: Problem, backend: str) -> list[Config]:
         return [config for m in rows for config in _mosaic_tiles(problem, m)]
     found: list[Config] = []
     for block_m in rows:
-        for swap_ab in (False, True) if problem.dtype == "fp8-w8a16" else (True,):
+        for swap_ab in (False, True) if _few_tiles(problem) or problem.dtype == "fp8-w8a16" else (True,):
             found += _triton_tiles(problem, block_m, swap_ab)
     return found
+
+
+def _few_tiles(problem: Problem) -> bool:
+    return problem.tile_cols(64) * min(problem.experts, problem.slots) < FEW_TILES
 
 
 def _triton_tiles(problem: Problem, block_m: int, swap_ab: bool) -> Iterator[Config]:
@@ -55,7 +61,11 @@ def _triton_tiles(problem: Problem, block_m: int, swap_ab: bool) -> Iterator[Con
         depths: tuple[int, ...] = (64, 128)
     else:
         depths = (64, 128) if problem.dtype == "fp8-w8a16" and block_m > 16 else (128, 256)
-    for block_k, (block_n, num_warps) in itertools.product(depths, ((64, 4), (128, 4), (128, 8), (256, 8))):
+    shapes = ((64, 4), (128, 4), (128, 8), (256, 8))
+    if _few_tiles(problem) and not swap_ab:
+        shapes = ((32, 4), (64, 4))
+        depths = (*depths, 2 * depths[-1])
+    for block_k, (block_n, num_warps) in itertools.product(depths, shapes):
         if num_warps == 8 and block_m < 32 and block_n < 256:
             continue
         if block_m * block_n > 128 * 32 * num_warps:
