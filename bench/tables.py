@@ -98,12 +98,8 @@ def published(found: dict[str, Any]) -> Table:
 
 def findings(found: dict[str, Any]) -> str:
     """The answer in a few sentences, every figure computed from the results. Decode: 64 tokens and fewer."""
-    lines = [
-        *(_order_finding(found, name) for name in BACKENDS),
-        _framework_finding(found),
-        _fp8_finding(found),
-        _peer_finding(found),
-    ]
+    lines = [_order_finding(found, name) for name in BACKENDS]
+    lines += [_framework_finding(found), _fp8_finding(found), _peer_finding(found)]
     return "\n".join(f"- {line}" for line in lines if line) or "No results yet."
 
 
@@ -176,8 +172,8 @@ def _peer_finding(found: dict[str, Any]) -> str:
     if not ratios:
         return ""
     return (
-        f"**Peers** that come with PyTorch and JAX take {min(ratios):.2f} to {max(ratios):.2f} times the best backend's "
-        f"time (median {statistics.median(ratios):.2f})."
+        f"**Peers** that come with PyTorch and JAX take {min(ratios):.2f} to {max(ratios):.2f} times the time of the best "
+        f"backend (median {statistics.median(ratios):.2f})."
     )
 
 

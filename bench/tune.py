@@ -61,7 +61,7 @@ def _triton_tiles(problem: Problem, block_m: int, swap_ab: bool) -> Iterator[Con
         depths: tuple[int, ...] = (64, 128)
     else:
         depths = (64, 128) if problem.dtype == "fp8-w8a16" and block_m > 16 else (128, 256)
-    shapes = ((64, 4), (128, 4), (128, 8), (256, 8))
+    shapes: tuple[tuple[int, int], ...] = ((64, 4), (128, 4), (128, 8), (256, 8))
     if _few_tiles(problem) and not swap_ab:
         shapes = ((32, 4), (64, 4))
         depths = (*depths, 2 * depths[-1])

@@ -107,7 +107,7 @@ def time_line(contender: str, kernel_us: float, dtype: str = "fp16", order: str 
 def pair_line(verdict: str = "no difference") -> dict[str, object]:
     return {
         "kind": "pair", "id": "p", "case": "mixtral-8x7b/gate-up/tp2/tokens-8", "dtype": "fp16", "scale_layout": None,
-        "a": "column", "b": "row", "ratio": 1.2, "low": 1.1, "high": 1.3, "verdict": verdict,
+        "contender": "torch-triton", "a": "column", "b": "row", "ratio": 1.2, "low": 1.1, "high": 1.3, "verdict": verdict,
     }  # fmt: skip
 
 
@@ -134,9 +134,20 @@ def test_table_holds_best_peer_and_order_effect(run_file: Path) -> None:
         "pallas-mosaic": "**155.0**",
         "best peer": "300.0 (torch-grouped-mm)",
         "best share of read ceiling": "97%",
-        "row ÷ column": "no difference",
+        "row ÷ column, torch-triton": "no difference",
     }
     assert len(lines) == 1
+
+
+def test_findings_are_computed_from_the_results(run_file: Path) -> None:
+    found = results.compact(results.read(run_file))
+    text = tables.findings(found)
+    assert "Order, torch-triton" in text
+    assert "1.20 to 1.20 of column order's time up to 64 tokens (1 cases)" in text
+    assert "Framework" not in text, "a case without all backends says nothing about frameworks"
+    assert "1.94 to 1.94 times" in text, "300 us of the peer over 155 us of the best backend"
+    found["pairs"][0]["ratio"] = 1.31
+    assert "1.31 to 1.31" in tables.findings(found)
 
 
 def test_report_writes_and_checks(run_file: Path, tmp_path: Path) -> None:
