@@ -17,15 +17,16 @@ _PEER_MARKERS = ("x", "+", "1", "2", "3")
 
 def points(found: dict[str, Any]) -> list[list[Any]]:
     """[case, dtype, contender, kernel time over floor]: what is drawn. bf16 peers stand in fp16's panel."""
-    drawn = []
+    best: dict[tuple[str, str, str], float] = {}
     for row in found["rows"]:
-        if not row.get("times_floor") or row["order"] not in ("column", "own") or row["scale_layout"] == "block":
+        if not row.get("times_floor") or row["scale_layout"] == "block":
             continue
         peer = row["contender"] not in BACKENDS
         dtype = "fp16" if peer and row["dtype"] == "bf16" else row["dtype"]
         if dtype in DTYPES:
-            drawn.append([row["case"], dtype, row["contender"], round(row["times_floor"], 3)])
-    return drawn
+            key = (row["case"], dtype, row["contender"])
+            best[key] = min(best.get(key, float("inf")), round(row["times_floor"], 3))
+    return [[*key, times] for key, times in best.items()]
 
 
 def digest(drawn: list[list[Any]]) -> str:

@@ -28,6 +28,7 @@ def merged(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def kernel_times(found: dict[str, Any]) -> Table:
     """Per case and dtype: floor, kernel time of each backend, best peer, best share of the ceiling, order effect.
 
+    A backend's time is that of the fastest order measured, named where it is not column.
     Peers with 2-byte weights stand beside fp16 and bf16 alike: they move the same bytes.
     """
     timed = [row for row in found["rows"] if row.get("kernel_us")]
@@ -38,13 +39,11 @@ def kernel_times(found: dict[str, Any]) -> Table:
     headings += [f"row ÷ column, {name}" for name in paired]
     lines = []
     for case, dtype in groups:
-        own = {
-            row["contender"]: row
-            for row in timed
-            if (row["case"], _dtype(row), row["order"]) == (case, dtype, "column") and row["contender"] in BACKENDS
-        }
-        if not own:
-            continue
+        own: dict[str, dict[str, Any]] = {}
+        for row in timed:
+            name = row["contender"]
+            if (row["case"], _dtype(row)) == (case, dtype) and name in BACKENDS:
+                own[name] = min(own.get(name, row), row, key=lambda item: item["kernel_us"])
         peers = [
             row
             for row in timed
@@ -52,7 +51,7 @@ def kernel_times(found: dict[str, Any]) -> Table:
         ]
         best = min(own.values(), key=lambda row: row["kernel_us"])
         peer = min(peers, key=lambda row: row["kernel_us"], default=None)
-        times = [f"{own[name]['kernel_us']:.1f}" if name in own else "–" for name in BACKENDS]
+        times = [_backend_time(own[name]) if name in own else "–" for name in BACKENDS]
         lines.append(
             [
                 case,
@@ -127,8 +126,9 @@ def _order_finding(found: dict[str, Any], contender: str) -> str:
 def _framework_finding(found: dict[str, Any]) -> str:
     groups: dict[tuple[str, str], dict[str, float]] = {}
     for row in found["rows"]:
-        if row.get("kernel_us") and row["order"] == "column" and row["contender"] in BACKENDS:
-            groups.setdefault((row["case"], _dtype(row)), {})[row["contender"]] = row["kernel_us"]
+        if row.get("kernel_us") and row["contender"] in BACKENDS:
+            times = groups.setdefault((row["case"], _dtype(row)), {})
+            times[row["contender"]] = min(times.get(row["contender"], float("inf")), row["kernel_us"])
     full = {key: times for key, times in groups.items() if len(times) == len(BACKENDS)}
     if not full:
         return ""
@@ -165,15 +165,15 @@ def _peer_finding(found: dict[str, Any]) -> str:
     _, lines = kernel_times(found)
     ratios = []
     for line in lines:
-        times = [float(text.strip("*")) for text in line[3 : 3 + len(BACKENDS)] if text != "–"]
+        times = [float(text.strip("*").split()[0]) for text in line[3 : 3 + len(BACKENDS)] if text != "–"]
         peer = line[3 + len(BACKENDS)]
         if times and peer != "–":
             ratios.append(float(peer.split()[0]) / min(times))
     if not ratios:
         return ""
     return (
-        f"**Peers** that come with PyTorch and JAX take {min(ratios):.2f} to {max(ratios):.2f} times the time of the best "
-        f"backend (median {statistics.median(ratios):.2f})."
+        f"**Peers** that come with PyTorch and JAX take {min(ratios):.2f} to {max(ratios):.2f} times the time of the "
+        f"best backend (median {statistics.median(ratios):.2f})."
     )
 
 
@@ -225,6 +225,11 @@ def _effect(pair: dict[str, Any] | None) -> str:
     if pair["verdict"] == "no difference":
         return "no difference"
     return f"{pair['ratio']:.2f} [{pair['low']:.2f}, {pair['high']:.2f}]"
+
+
+def _backend_time(row: dict[str, Any]) -> str:
+    order = "" if row["order"] == "column" else f" ({row['order']})"
+    return f"{row['kernel_us']:.1f}{order}"
 
 
 def _time(microseconds: float | None) -> str:
