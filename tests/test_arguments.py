@@ -248,8 +248,12 @@ def test_different_devices_of_jax() -> None:
     """JAX on the CPU has one device; its arrays meet the same check through their description."""
     x, w, ids = (
         ArraySpec(shape=shape, dtype=dtype, strides=None, device=device, kind="jax")
-        for shape, dtype, device in (((3, 32), "float16", "cuda:0"), ((4, 64, 32), "float16", "cuda:1"), ((3, 2), "int32", "cuda:0"))
-    )  # fmt: skip
+        for shape, dtype, device in (
+            ((3, 32), "float16", "cuda:0"),
+            ((4, 64, 32), "float16", "cuda:1"),
+            ((3, 2), "int32", "cuda:0"),
+        )
+    )
     with pytest.raises(ArgumentError, match="w on cuda:1"):
         check_arguments(x, w, ids, w_scale=None, topk_weight=None, mode=None)
 

@@ -1,0 +1,186 @@
+"""Every backend's kernel compiled for sm_90 with no device: registers, spills, shared memory, instructions, offsets.
+
+A covering set instead of the product: each backend x dtype x scale layout, with the orders in turn. The problem's
+numbers are chosen so that its offsets pass 2**31 and its tails are ragged.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+
+import backends
+from backends.compiled import Compiled
+from shared import models
+from shared.config import Config
+from shared.orders import ORDERS
+from shared.problem import Problem
+from tests.cases import VARIANTS
+
+pytestmark = pytest.mark.compile_only
+
+SHARED_MEMORY = 232448  # bytes that a thread block can have on Hopper
+REGISTERS = 65536  # of one SM
+
+
+def problem_of(variant: str) -> Problem:
+    """E * N * K and T * top_k * N pass 2**31; N = 4100 and K = 7200 are no multiples of a tile.
+
+    FP8 weights with channel scales are between 2**31 and 2**32 bytes, the others past 2**32: Pallas has a limit there.
+    """
+    dtype, layout = VARIANTS[variant]
+    return Problem.of(
+        dtype,
+        scale_layout=layout or "channel",
+        tokens=70_000,
+        experts=100 if layout == "channel" else 256,
+        n=4100,
+        k=7200,
+        top_k=8,
+        routing_weight=True,
+    )
+
+
+def config_of(backend: str, variant: str) -> Config:
+    """Decode tiles as they are used: two bytes or 256 FP8 values deep; widened weights on the right in Triton."""
+    dtype, layout = VARIANTS[variant]
+    block_k = 256 if dtype == "fp8-w8a8" and layout == "channel" else 128
+    return Config(block_k=block_k, swap_ab=dtype != "fp8-w8a16" or backend == "pallas-mosaic")
+
+
+@functools.cache
+def compiled(backend: str, problem: Problem, order: str, config: Config) -> Compiled:
+    refusal = backends.load(backend).unsupported(problem, config)
+    assert refusal is None, refusal
+    return backends.load(backend).compile_only(problem, order, config)
+
+
+def in_turn() -> list[object]:
+    return [
+        pytest.param(backend, variant, ORDERS[(i + j) % 3], id=f"{backend}-{variant}-{ORDERS[(i + j) % 3]}")
+        for i, backend in enumerate(backends.BACKENDS)
+        for j, variant in enumerate(VARIANTS)
+        # XLA takes ten times as long as Triton; for it, bf16 differs from fp16 in the name of the instruction only.
+        if (backend, variant) != ("pallas-triton", "bf16")
+    ]
+
+
+def assert_fits(code: Compiled, config: Config) -> None:
+    assert code.spills == 0, f"{code.spills} bytes of registers spilled"
+    if code.sass is not None:
+        local = re.findall(r"\b(?:LDL|STL)\b.*", code.sass)
+        assert not local, f"local memory used: {local[:2]}"
+    assert 0 < code.registers <= 255
+    assert code.registers * 32 * config.num_warps <= REGISTERS
+    assert 0 < code.shared_bytes <= SHARED_MEMORY
+
+
+def matrix_instructions(ptx: str) -> set[tuple[str, str]]:
+    """("wgmma" or "mma", operand types), for each tensor-core instruction of the PTX."""
+    found = re.findall(r"\b(wgmma\.mma_async|mma)\.sync\.aligned\.([\w.]+)", ptx)
+    result = set()
+    for instruction, modifiers in found:
+        types = [part for part in modifiers.split(".") if re.fullmatch(r"f16|bf16|f32|e4m3|e5m2|tf32", part)]
+        operands = types[1:3]  # wgmma: accumulator, a, b; mma: accumulator, a, b, accumulator
+        result.add((instruction.removesuffix(".mma_async"), ".".join(operands)))
+    return result
+
+
+@pytest.mark.parametrize(("backend", "variant", "order"), in_turn())
+def test_compiles(backend: str, variant: str, order: str, record_property: pytest.RecordProperty) -> None:
+    config = config_of(backend, variant)
+    code = compiled(backend, problem_of(variant), order, config)
+    record_property("registers", code.registers)
+    record_property("shared_bytes", code.shared_bytes)
+    assert_fits(code, config)
+
+    # One kind of tensor-core instruction, and the right one: fp8-w8a8 must not be widened to float16, and fp8-w8a16
+    # multiplies in float16, into which hardware widens e4m3.
+    operands = {"fp16": "f16.f16", "bf16": "bf16.bf16", "fp8-w8a16": "f16.f16", "fp8-w8a8": "e4m3.e4m3"}[
+        VARIANTS[variant][0]
+    ]
+    found = matrix_instructions(code.ptx)
+    assert {types for _, types in found} == {operands}
+    if config.swap_ab:  # 128 rows of weights on the left: Hopper's warp-group instruction
+        assert found == {("wgmma", operands)}
+    if code.sass is not None and variant.startswith("fp8-w8a8"):
+        assert re.search(r"\bQGMMA\S*\.E4M3\.E4M3", code.sass)
+        assert not re.search(r"\bH(?:G)?MMA\b", code.sass)
+
+
+def multiplications_by(ptx: str, constants: set[int]) -> set[str]:
+    """Widths of the integer multiplications by one of these constants: "wide", "lo.s32", "lo.s64", ..."""
+    found = re.findall(r"\b(?:mul|mad)\.(wide|lo\.[su]\d+)\S*\s+[^;]*?,\s*(\d+)\s*[,;]", ptx)
+    return {width for width, constant in found if int(constant) in constants}
+
+
+@pytest.mark.parametrize("variant", ["fp16", "fp8-w8a8-channel", "fp8-w8a8-block"])
+@pytest.mark.parametrize("backend", ["torch-triton", "jax-triton", "pallas-triton"])
+def test_offsets_are_64_bit(backend: str, variant: str) -> None:
+    """An expert's weights start at expert * N * K, past 2**31; a slot's row of y at slot * N, too.
+
+    The strides are constants of the compiled code, so the multiplications by them tell. pallas-mosaic has none: it
+    hands expert, row and column to the copy engine as three coordinates.
+    """
+    problem = problem_of(variant)
+    assert problem.experts * problem.n * problem.k > 2**31
+    assert problem.slots * problem.n > 2**31
+    order = next(p.values[2] for p in in_turn() if p.values[:2] == (backend, variant))  # type: ignore[attr-defined]
+    ptx = compiled(backend, problem, order, config_of(backend, variant)).ptx
+    assert_wide(ptx, problem.n * problem.k, problem.w_itemsize)
+    if variant != "fp8-w8a8-channel":  # there, an expert's channel scales start at expert * N as well, which is small
+        assert_wide(ptx, problem.n, 2)
+
+
+def assert_wide(ptx: str, stride: int, itemsize: int) -> None:
+    """All multiplications by a stride, in elements or bytes, have a 64-bit result, and there are some."""
+    widths = multiplications_by(ptx, {stride, stride * itemsize})
+    assert widths, f"no multiplication by {stride}"
+    assert widths <= {"wide", "lo.s64", "lo.u64"}, f"by {stride}: {widths}"
+
+
+@pytest.mark.parametrize("tokens", [8, 512])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "backend",
+    ["torch-triton", "pallas-mosaic", pytest.param("pallas-triton", marks=pytest.mark.slow)],
+)
+def test_configs_that_calls_get_do_not_spill(backend: str, variant: str, tokens: int) -> None:
+    dtype, layout = VARIANTS[variant]
+    problem = models.model("mixtral-8x7b").problem("gate-up", tokens, dtype, scale_layout=layout or "channel")
+    config = backends.config_for(problem, backend=backend, gpu="NVIDIA H200")
+    assert_fits(compiled(backend, problem, "column", config), config)
+
+
+@pytest.mark.parametrize("backend", ["torch-triton", "pallas-mosaic"])
+def test_the_deepest_pipeline_that_is_accepted_fits(backend: str) -> None:
+    """What `unsupported` allows, the compiler must not find too large for a thread block."""
+    problem = Problem.of("fp16", tokens=64, experts=8, n=4096, k=4096, top_k=2)
+    module = backends.load(backend)
+    accepted = [s for s in range(2, 17) if module.unsupported(problem, Config(num_stages=s)) is None]
+    assert accepted == list(range(2, max(accepted) + 1))
+    assert max(accepted) < 16
+    code = compiled(backend, problem, "row", Config(num_stages=max(accepted)))
+    assert SHARED_MEMORY - 40_000 < code.shared_bytes <= SHARED_MEMORY
+
+
+def test_matrix_instructions_are_told_apart() -> None:
+    """The reading of PTX above, on lines of the kinds that compilers write."""
+    ptx = """
+    wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%f1}, %rd1, %rd2, p, 1, 1;
+    { .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%r1}, %rd3, %rd4, p; }
+    mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %r1 }, { %r2 }, { %r3 }, { %r4 };
+    wgmma.wait_group.sync.aligned 0;
+    """
+    assert matrix_instructions(ptx) == {("wgmma", "e4m3.e4m3"), ("wgmma", "f16.f16"), ("mma", "bf16.bf16")}
+    ptx = """
+    mul.wide.u32 	%rd99, %r28, 59040000;
+    mad.wide.s32 	%rd1, %r18, 8200, %rd28;
+    mad.lo.s32 	%r306, %r34, 4100, %r12;
+    mul.lo.s64 	%rd3, %rd4, 7;
+    """
+    assert multiplications_by(ptx, {59040000}) == multiplications_by(ptx, {8200}) == {"wide"}
+    assert multiplications_by(ptx, {4100}) == {"lo.s32"}
+    assert multiplications_by(ptx, {7}) == {"lo.s64"}
