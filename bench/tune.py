@@ -149,16 +149,17 @@ def tune_case(row: Row, device: Any, configs: list[Config], data: Any) -> dict[s
         key=lambda entry: float(entry["us"]),  # type: ignore[arg-type]
     )
     shape = {name: getattr(problem, name) for name in ("dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")}
-    return {"backend": row.contender, "case": row.case.name, **shape, "times": times, "failed": failed}
+    told = {"backend": row.contender, "case": row.case.name, "order": row.order}
+    return {**told, **shape, "times": times, "failed": failed}
 
 
-def jobs(backends: list[str], dtypes: list[str], only: str) -> Iterator[Row]:
+def jobs(backends: list[str], dtypes: list[str], only: list[str], order: str = "column") -> Iterator[Row]:
     for name, gemm, batches in CASES:
         for tokens in batches:
             for dtype in dtypes:
                 for backend in backends:
-                    row = Row(Case(model(name), gemm, tokens), dtype, "column", backend)
-                    if only in row.id:
+                    row = Row(Case(model(name), gemm, tokens), dtype, order, backend)
+                    if any(part in row.id for part in only):
                         yield row
 
 
@@ -175,7 +176,7 @@ def run(arguments: argparse.Namespace) -> None:
     cache = bench_data.DataCache(lambda *key: bench_data.build(*key, device=device.torch_device))
     layout: ScaleLayout = "channel"
     seeds = _best_of(arguments.from_best, arguments.top) if arguments.from_best else {}
-    for row in jobs(arguments.backend, arguments.dtype, arguments.only):
+    for row in jobs(arguments.backend, arguments.dtype, arguments.only, arguments.order):
         if (row.contender, row.case.name, row.dtype) in done:
             continue
         if time.monotonic() - started > arguments.seconds:
@@ -233,7 +234,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", nargs="+", default=["torch-triton"])
     parser.add_argument("--dtype", nargs="+", default=["fp16", "fp8-w8a16", "fp8-w8a8"])
-    parser.add_argument("--only", default="", help="only rows whose id contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="only rows whose id contains one of these")
+    parser.add_argument("--order", default="column", help="tile order that the candidates are timed in")
     parser.add_argument("--out", default="tune.jsonl")
     parser.add_argument("--seconds", type=float, default=540, help="start no case after this many seconds")
     parser.add_argument("--clock", default="cupti")
