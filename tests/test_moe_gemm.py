@@ -109,11 +109,9 @@ def test_poison_shows_what_is_not_written(backend: str) -> None:
 
 @NUMERICS
 @EVERY_BACKEND
-@pytest.mark.parametrize("wrong", [2, 3, 2**31 - 1, -2, -(2**31)])
+@pytest.mark.parametrize("wrong", [2, -2, *((3, 2**31 - 1, -(2**31)) if HAS_GPU else ())])
 def test_unchecked_wrong_expert_gives_zeros(backend: str, wrong: int) -> None:
     """Ids outside [-1, E) that reach a device unchecked: a row of zeros, as documented, and no read out of bounds."""
-    if INTERPRET and wrong not in (2, -2):
-        pytest.skip("the interpreters run one number above and one below; all five on a GPU")
     ids = np.array([(0, 1), (wrong, 0), (1, wrong)], np.int32)
     case = cases.Case(name="wrong-expert", reason="", ids=ids, experts=2, n=64, k=32)
     data = _build(case, "fp16")
@@ -173,6 +171,9 @@ def test_small_terms_beside_large_ones(backend: str, variant: str) -> None:
 
 
 @NUMERICS
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered:RuntimeWarning"
+)  # NumPy's word on the NaN, in interpreters
 @EVERY_BACKEND
 @pytest.mark.parametrize("variant", ["fp16", "fp8-w8a16-channel", "fp8-w8a8-channel"])
 def test_a_token_that_is_not_finite_spoils_its_own_rows_only(backend: str, variant: str) -> None:
@@ -207,9 +208,8 @@ def test_torch_strides(variant: str) -> None:
     wide_x.fill_(float("nan"))
     wide_x[:, : problem.k] = x
     byte = torch.uint8 if problem.is_fp8 else torch.int16
-    wide_w = torch.full(
-        (problem.experts + 2, problem.n + 3, problem.k + 5), 0x7F, dtype=byte, device=x.device
-    )  # 0x7f is NaN in e4m3
+    nan = 0x7F if problem.is_fp8 else 0x7FFF
+    wide_w = torch.full((problem.experts + 2, problem.n + 3, problem.k + 5), nan, dtype=byte, device=x.device)
     inner = wide_w[1:-1, : problem.n, : problem.k]
     inner.copy_(w.view(byte))
     assert not wide_x[:, : problem.k].is_contiguous()
