@@ -1,0 +1,190 @@
+"""Kernels with one fault each, which the suite must catch: `python -m tests.mutants [--list] [NAME ...]`.
+
+A mutant is one replacement in one source file. It is applied to a copy of the tree in a temporary folder, where the
+part of the suite that should notice is run. The same part is run on the unchanged copy first and must be green, so
+that red means the fault. A mutant that no test notices makes the command fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TRITON, PLAN_JAX = "backends/triton_kernel.py", "backends/jax_plan.py"
+PALLAS, MOSAIC = "backends/pallas_triton.py", "backends/pallas_mosaic.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """old -> new, where old stands once in file; tests: pytest's arguments that select who should notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def gemm(backend: str, select: str) -> tuple[str, ...]:
+    return ("tests/test_moe_gemm.py", "-k", f"{backend} and ({select})")
+
+
+def compiled(backend: str, select: str) -> tuple[str, ...]:
+    return ("tests/test_compile_only.py", "-k", f"{backend} and ({select})")
+
+
+T = "torch-triton"
+MUTANTS = (
+    # The Triton kernel
+    Mutant("skipped tile", TRITON, "if pid >= tile_rows * tile_cols:", "if pid >= tile_rows * tile_cols - 1:", gemm(T, "ragged and fp16")),
+    Mutant("swapped divisors", TRITON, "row = pid % tile_rows\n", "row = pid % tile_cols\n", ("tests/test_tile_order.py", "-k", "triton_equals and column")),
+    Mutant("swapped divisors, seen in y", TRITON, "row = pid % tile_rows\n", "row = pid % tile_cols\n", gemm(T, "many-rows and fp16 and column")),
+    Mutant("last band not cut", TRITON, "rows = min(GROUP_M, tile_rows - first_row)", "rows = GROUP_M", gemm(T, "many-rows and fp16 and grouped")),
+    Mutant("wrong expert", TRITON, "expert = tl.load(tile_expert_ptr + row)", "expert = tl.load(tile_expert_ptr + row * 0)", gemm(T, "ragged and fp16 and row")),
+    Mutant("wrong token", TRITON, "token = slot // TOP_K", "token = slot // 2", gemm(T, "repeated-expert")),
+    Mutant("shifted column mask", TRITON, "n_valid = n < N", "n_valid = n < N - 1", gemm(T, "ragged and fp16 and row")),
+    Mutant("shifted row mask", TRITON, "row_valid = slot < slots", "row_valid = slot < slots - 1", gemm(T, "ragged and fp16 and row")),
+    Mutant("shifted K mask", TRITON, "k_valid = k < K - step * BLOCK_K", "k_valid = k < K - step * BLOCK_K - 1", gemm(T, "ragged and fp16 and row")),
+    Mutant("unmasked K tail", TRITON, "if K % BLOCK_K == 0:", "if K > 0:", gemm(T, "ragged and fp16 and row")),
+    Mutant("K tail of w unmasked, times zero", TRITON, "w = tl.load(w_ptrs, mask=k_valid[None, :], other=0.0)", "w = tl.load(w_ptrs)", ("tests/test_moe_gemm.py", "-k", "torch_strides")),
+    Mutant("last K step dropped", TRITON, "range((K + BLOCK_K - 1) // BLOCK_K)", "range(K // BLOCK_K)", gemm(T, "ragged and fp16 and row")),
+    Mutant("K steps overlap", TRITON, "w_ptrs += BLOCK_K\n", "w_ptrs += BLOCK_K - 1\n", gemm(T, "ragged and fp16 and row")),
+    Mutant("dropped channel scale", TRITON, "acc *= w_scale[:, None] if SWAP_AB else w_scale[None, :]", "acc *= 1.0", gemm(T, "ragged and w8a16-channel")),
+    Mutant("channel scale of another expert", TRITON, "w_scale_ptr + expert.to(tl.int64) * N + n_read", "w_scale_ptr + n_read", gemm(T, "ragged and w8a16-channel")),
+    Mutant("block scale row wrong", TRITON, "+ n_read // 128) * scale_cols", "+ n_read // 256) * scale_cols", gemm(T, "scale-blocks and block")),
+    Mutant("block scale column wrong", TRITON, "block_scale_ptrs + step * BLOCK_K // 128", "block_scale_ptrs + step * 0", gemm(T, "scale-blocks and block")),
+    Mutant("dropped token scale", TRITON, "acc *= x_scale[None, :] if SWAP_AB else x_scale[:, None]", "acc *= 1.0", gemm(T, "spread and fp8 or ragged and w8a8-channel")),
+    Mutant("dropped routing weight", TRITON, "acc *= routing_weight[None, :] if SWAP_AB else routing_weight[:, None]", "acc *= 1.0", gemm(T, "ragged and fp16 and row")),
+    Mutant("routing weight of the token", TRITON, "topk_weight_ptr + slot,", "topk_weight_ptr + token,", gemm(T, "ragged and fp16 and row")),
+    Mutant("-1 rows not zeroed", TRITON, "tl.store(y_rows[:, None] + n[None, :], y_zero,", "tl.store(y_rows[:, None] + n[None, :], y_zero + float('nan'),", gemm(T, "minus-one")),
+    Mutant("-1 rows not written", TRITON, "y_zero, mask=row_valid[:, None]", "y_zero, mask=~row_valid[:, None] & row_valid[:, None]", gemm(T, "minus-one")),
+    Mutant("expert offset in 32 bits", TRITON, "expert.to(tl.int64) * w_stride_e", "expert * w_stride_e", compiled(T, "offsets")),
+    Mutant("row offset in 32 bits", TRITON, "slot.to(tl.int64) * N", "slot * N", compiled(T, "offsets")),
+    Mutant("FP8 widened before the product", TRITON, 'if SCALES != "none" and not QUANTISED_X:', 'if SCALES != "none":\n            x = x.to(tl.float16)', compiled(T, "test_compiles and w8a8-channel")),
+    Mutant("plan: padding off by one", TRITON, "first_row * BLOCK_M + own_count, end_row", "first_row * BLOCK_M + own_count + 1, end_row", ("tests/test_planning.py", "-k", "triton")),
+    Mutant("plan: a tile row too many", TRITON, "rows = (counts + BLOCK_M - 1) // BLOCK_M", "rows = counts // BLOCK_M + 1", ("tests/test_planning.py", "-k", "triton")),
+    Mutant("plan: ranks from one", TRITON, "tl.cumsum(mine.to(tl.int32), 0) - 1", "tl.cumsum(mine.to(tl.int32), 0)", ("tests/test_planning.py", "-k", "triton")),
+    Mutant("plan: unused tile rows keep an expert", TRITON, "end_row = MAX_TILE_ROWS\n", "end_row = end_row\n", ("tests/test_planning.py", "-k", "triton")),
+    Mutant("token scale off by a factor of 2", TRITON, "> 0x600000)", "> 0x700000)", ("tests/test_fp8.py", "-k", "triton")),
+    Mutant("NaN token not marked", TRITON, 'tl.where(tl.max(not_finite, 0) > 0, float("nan"), scale)', "scale", ("tests/test_fp8.py", "-k", "triton")),
+    # Planning and quantisation in jax.numpy
+    Mutant("jax plan: equal ranks", PLAN_JAX, "(slot[None, :] < slot[:, None])", "(slot[None, :] < slot[:, None] - 1)", ("tests/test_planning.py", "-k", "jax")),
+    Mutant("jax plan: -1 rows first", PLAN_JAX, "experts, ids)\n", "0, ids)\n", ("tests/test_planning.py", "-k", "jax")),
+    Mutant("jax: token not clamped", PLAN_JAX, "> 0x600000)", "> 0x7FFFFF)", ("tests/test_fp8.py", "-k", "jax")),
+    # The Pallas kernel, Triton lowering
+    Mutant("pallas: skipped tile", PALLAS, "@pl.when(pid < tile_rows * tile_cols)", "@pl.when(pid < tile_rows * tile_cols - 1)", gemm("pallas-triton", "ragged and fp16 and row")),
+    Mutant("pallas: last band not cut", PALLAS, "rows = jnp.minimum(group_m, tile_rows - first_row)", "rows = jnp.int32(group_m)", ("tests/test_tile_order.py", "-k", "pallas_equals and pallas-triton")),
+    Mutant("pallas: shifted mask", PALLAS, "(n < n_size)[None, :]", "(n < n_size - 1)[None, :]", gemm("pallas-triton", "ragged and fp16 and row")),
+    Mutant("pallas: unmasked K tail", PALLAS, "if k_size % block_k:", "if k_size < 0:", gemm("pallas-triton", "ragged and fp16 and row")),
+    Mutant("pallas: wrong expert", PALLAS, 'ref["tile_expert"][row]', 'jnp.minimum(ref["tile_expert"][row], 0)', gemm("pallas-triton", "ragged and fp16 and row")),
+    Mutant("pallas: dropped channel scale", PALLAS, 'if problem.scale_layout == "channel":', "if False:", gemm("pallas-triton", "ragged and w8a16-channel and row")),
+    Mutant("pallas: block scale wrong", PALLAS, "lax.div(k, SCALE_BLOCK)", "lax.div(k, 2 * SCALE_BLOCK)", gemm("pallas-triton", "scale-blocks and w8a8-block")),
+    Mutant("pallas: -1 rows not written", PALLAS, "@pl.when(expert < 0)", "@pl.when(expert < -1)", gemm("pallas-triton", "some-minus-one and fp16 or some-minus-one and bf16")),
+    Mutant("pallas: FP8 promoted to float16", "backends/pallas_triton_ops.py", "max_num_imprecise_acc=IMPRECISE_ACCUMULATIONS", "max_num_imprecise_acc=0", compiled("pallas-triton", "test_compiles and w8a8-channel")),
+    # The Pallas kernel, Mosaic GPU lowering
+    Mutant("mosaic: skipped tile", MOSAIC, "lax.div(tile_rows * tile_cols - block", "lax.div(tile_rows * tile_cols - 1 - block", gemm("pallas-mosaic", "ragged and fp16 and row")),
+    Mutant("mosaic: wrong expert", MOSAIC, "return row, col, expert_gmem[row]", "return row, col, expert_gmem[row * 0]", gemm("pallas-mosaic", "ragged and fp16 and row")),
+    Mutant("mosaic: K step dropped", MOSAIC, "lax.fori_loop(0, k_steps, step, state)", "lax.fori_loop(0, k_steps - 1, step, state)", gemm("pallas-mosaic", "ragged and fp16 and row")),
+    Mutant("mosaic: stage refilled before it is read", MOSAIC, "lax.cond(tile + i > 0, lambda: fetch_if_any(previous, ahead), lambda: ahead)", "fetch_if_any(previous, ahead)", gemm("pallas-mosaic", "ragged and fp16 and row")),
+    Mutant("mosaic: dropped channel scale", MOSAIC, "if w_scale_gmem is not None and not block_scaled:", "if False:", gemm("pallas-mosaic", "ragged and w8a16-channel and row")),
+    Mutant("mosaic: block scale row wrong", MOSAIC, "lax.div(col * block_n, SCALE_BLOCK)", "lax.div(col * block_n, 2 * SCALE_BLOCK)", gemm("pallas-mosaic", "scale-blocks and w8a8-block")),
+    Mutant("mosaic: dropped row scale", MOSAIC, "if row_scale_gmem is not None:", "if False:", gemm("pallas-mosaic", "ragged and fp16 and row")),
+    Mutant("mosaic: last band not cut", MOSAIC, "rows = jnp.minimum(group_m, tile_rows - first_row)", "rows = jnp.int32(group_m)", ("tests/test_tile_order.py", "-k", "pallas_equals and pallas-mosaic")),
+    Mutant("mosaic: -1 rows not zeroed", MOSAIC, "return jnp.where((topk_ids >= 0)", "return jnp.where((topk_ids >= -1)", gemm("pallas-mosaic", "some-minus-one")),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """caught: pytest found failing tests; by: the first of them, or why there is none; seconds: of the run."""
+
+    caught: bool
+    by: str
+    seconds: float
+
+
+def copy_tree(folder: Path) -> None:
+    for name in ("shared", "backends", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def run_tests(folder: Path, tests: Iterable[str]) -> tuple[int, str]:
+    """pytest's exit status and output: 0 green, 1 red, -N killed by signal N; the rest are no verdicts."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    # Compiled kernels are cached by their source, but the cache must not grow from faulty ones.
+    environment["TRITON_CACHE_DIR"] = str(folder / "triton-cache")
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return result.returncode, result.stdout + result.stderr
+
+
+def judge(mutant: Mutant) -> Verdict:
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        folder = Path(name)
+        copy_tree(folder)
+        source = (folder / mutant.file).read_text()
+        if source.count(mutant.old) != 1:
+            return Verdict(False, f"{mutant.old!r} stands {source.count(mutant.old)} times in {mutant.file}", 0)
+        (folder / mutant.file).write_text(source.replace(mutant.old, mutant.new))
+        status, output = run_tests(folder, mutant.tests)
+    seconds = time.monotonic() - start
+    failed = re.search(r"^FAILED (?:.*/)?(\S+)(.*)$", output, re.M)
+    if status == 1 and failed:
+        return Verdict(True, failed[1] + failed[2][:60], seconds)
+    if status < 0:
+        return Verdict(True, f"killed by signal {-status}", seconds)
+    lines = output.strip().splitlines() or ["no output"]
+    return Verdict(False, "all green" if status == 0 else f"no verdict, status {status}: {lines[-1]}", seconds)
+
+
+def green_without_fault(selections: Iterable[tuple[str, ...]]) -> list[str]:
+    """Selections that are not green on the unchanged tree, with what pytest said."""
+    problems = []
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        copy_tree(Path(name))
+        for tests in dict.fromkeys(selections):
+            status, output = run_tests(Path(name), tests)
+            if status != 0:
+                problems.append(f"{' '.join(tests)}: status {status}\n{output[-1500:]}")
+    return problems
+
+
+def main(arguments: list[str]) -> int:
+    if "--list" in arguments:
+        print(*(mutant.name for mutant in MUTANTS), sep="\n")
+        return 0
+    known = {mutant.name: mutant for mutant in MUTANTS}
+    if unknown := [name for name in arguments if name not in known]:
+        print(f"unknown mutants {unknown}; --list lists them", file=sys.stderr)
+        return 2
+    chosen = [known[name] for name in arguments] or list(MUTANTS)
+    problems = green_without_fault(mutant.tests for mutant in chosen)
+    if problems:
+        print("red without a fault, so that red would mean nothing:", *problems, sep="\n", file=sys.stderr)
+        return 1
+    width = max(len(mutant.name) for mutant in chosen)
+    escaped = 0
+    for mutant in chosen:
+        verdict = judge(mutant)
+        escaped += not verdict.caught
+        print(
+            f"{mutant.name:{width}}  {'caught ' if verdict.caught else 'ESCAPED'}  {verdict.seconds:4.0f} s  {verdict.by}",
+            flush=True,
+        )
+    print(f"{len(chosen) - escaped} of {len(chosen)} caught")
+    return 1 if escaped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,42 @@
+"""The suite's own test: two faults that it must catch, and every mutant still applicable. All: python -m tests.mutants."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import mutants
+from tests.where import NUMERICS
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_applies(mutant: mutants.Mutant) -> None:
+    """The source line that a mutant changes is still there, once."""
+    assert (mutants.ROOT / mutant.file).read_text().count(mutant.old) == 1
+    assert mutant.new != mutant.old
+
+
+@NUMERICS
+@pytest.mark.parametrize("name", ["skipped tile", "dropped channel scale"])
+def test_caught(name: str) -> None:
+    (mutant,) = (mutant for mutant in mutants.MUTANTS if mutant.name == name)
+    assert mutants.green_without_fault([mutant.tests]) == []
+    verdict = mutants.judge(mutant)
+    assert verdict.caught, verdict.by
+
+
+def test_a_harmless_change_is_not_called_caught() -> None:
+    mutant = mutants.Mutant(
+        "harmless", mutants.TRITON, "# Scale\n", "# Scaling\n", ("tests/test_planning.py", "-k", "four_tokens")
+    )
+    verdict = mutants.judge(mutant)
+    assert not verdict.caught
+    assert verdict.by == "all green"
+
+
+def test_no_test_selected_is_no_verdict() -> None:
+    mutant = mutants.Mutant(
+        "nothing runs", mutants.TRITON, "# Scale\n", "# Scaling\n", ("tests/test_planning.py", "-k", "nothing_of_the_kind")
+    )
+    verdict = mutants.judge(mutant)
+    assert not verdict.caught
+    assert "no verdict, status 5" in verdict.by
