@@ -170,7 +170,8 @@ def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, fill, problem, order, config
     gemm = _kernel(problem, order, config, blocks, interpret)
     y_rows = gemm(tile_rows, plan.tile_expert, x_rows, w, row_scale, w_scale, fill=fill)
     y = y_rows[plan.position, : problem.n].reshape(problem.tokens, problem.top_k, problem.n)
-    return jnp.where((topk_ids >= 0)[:, :, None], y, 0)
+    has_expert = (topk_ids >= 0) & (topk_ids < problem.experts)
+    return jnp.where(has_expert[:, :, None], y, 0)
 
 
 def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret: bool) -> Callable:

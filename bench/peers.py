@@ -126,29 +126,6 @@ def _torch_scaled_grouped_mm(data: Data) -> tuple[Callable[..., Any], tuple[Any,
     return call, (q, data.w, scale, data.w_scale, ends)
 
 
-def _torch_scaled_loop(data: Data) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    import torch
-
-    rows = sort_slots(data)
-    spans = rows.spans()
-    q, scale = quantise_token(rows.x)
-    y = torch.empty(rows.x.shape[0], data.problem.n, dtype=torch.bfloat16, device=rows.x.device)
-
-    def call(q: Any, w: Any, scale: Any, w_scale: Any) -> Any:
-        for expert, a, b in spans:
-            torch._scaled_mm(
-                q[a:b],
-                w[expert].T,
-                scale_a=scale[a:b, None],
-                scale_b=w_scale[expert][None, :],
-                out_dtype=torch.bfloat16,
-                out=y[a:b],
-            )
-        return y
-
-    return call, (q, data.w, scale, data.w_scale)
-
-
 PEERS = {
     peer.name: peer
     for peer in (
@@ -156,6 +133,5 @@ PEERS = {
         Peer("torch-cublas-loop", "torch", ("fp16", "bf16"), _torch_loop),
         Peer("jax-ragged-dot", "jax", ("fp16", "bf16"), _jax_ragged_dot),
         Peer("torch-scaled-grouped-mm", "torch", ("fp8-w8a8",), _torch_scaled_grouped_mm),
-        Peer("torch-scaled-mm-loop", "torch", ("fp8-w8a8",), _torch_scaled_loop),
     )
 }

@@ -20,6 +20,7 @@ _BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!--
 
 BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {
     "kernel-times": lambda found: tables.markdown(tables.kernel_times(found)),
+    "kernel-times-short": lambda found: tables.markdown(tables.kernel_times(tables.short(found))),
     "call-times": lambda found: tables.markdown(tables.call_times(found)),
     "published": lambda found: tables.markdown(tables.published(found)),
     "findings": lambda found: tables.findings(found),

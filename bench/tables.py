@@ -66,6 +66,22 @@ def kernel_times(found: dict[str, Any]) -> Table:
     return headings, lines
 
 
+SHORT = (
+    "mixtral-8x7b/gate-up/tp2/tokens-8",
+    "mixtral-8x7b/gate-up/tp2/tokens-512",
+    "qwen3-30b-a3b/gate-up/tp1/tokens-64",
+    "qwen3-30b-a3b/gate-up/tp1/tokens-512",
+    "deepseek-v3/gate-up/tp8/tokens-64",
+    "gpt-oss-120b/gate-up/tp1/tokens-8",
+)
+"""The cases that stand in README: decode and more, few large experts and many small ones, sizes no multiple of a tile."""
+
+
+def short(found: dict[str, Any]) -> dict[str, Any]:
+    """The results of README's cases alone."""
+    return found | {part: [item for item in found[part] if item["case"] in SHORT] for part in ("rows", "pairs")}
+
+
 def call_times(found: dict[str, Any]) -> Table:
     """Where captured calls were measured: GPU total of a call, and what a caller waits for, eager and captured, µs."""
     headings = ["case", "dtype", "contender", "kernel", "GPU total", "call, eager", "call, captured"]

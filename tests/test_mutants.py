@@ -35,7 +35,11 @@ def test_a_harmless_change_is_not_called_caught() -> None:
 
 def test_no_test_selected_is_no_verdict() -> None:
     mutant = mutants.Mutant(
-        "nothing runs", mutants.TRITON, "# Scale\n", "# Scaling\n", ("tests/test_planning.py", "-k", "nothing_of_the_kind")
+        "nothing runs",
+        mutants.TRITON,
+        "# Scale\n",
+        "# Scaling\n",
+        ("tests/test_planning.py", "-k", "nothing_of_the_kind"),
     )
     verdict = mutants.judge(mutant)
     assert not verdict.caught

@@ -1,0 +1,75 @@
+"""What the bounds are made of: rounding, and what Hopper's FP8 unit cuts off while it accumulates."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import backends
+from bench import results
+from shared import fp8
+from shared.problem import Problem
+from shared.reference import accumulate_fp8, accumulation_error, relative_error, rounding_error
+
+
+def operands(k: int, tokens: int = 4, channels: int = 256) -> tuple[np.ndarray, np.ndarray]:
+    """e4m3 values as float64: x (tokens, k) and w (channels, k), quantised as the spec does."""
+    rng = np.random.default_rng(k)
+    x, _ = fp8.quantise_token(rng.standard_normal((tokens, k)).astype(ml_dtypes.bfloat16))
+    w, _ = fp8.quantise_channel(rng.standard_normal((1, channels, k)))
+    return x.astype(np.float64), w[0].astype(np.float64)
+
+
+def w8a8(k: int, layout: str = "channel") -> Problem:
+    return Problem.of("fp8-w8a8", tokens=4, experts=1, n=256, k=k, top_k=1, scale_layout=layout)
+
+
+@pytest.mark.parametrize("k", [2048, 4096, 7168])
+def test_accumulation_error_is_what_the_model_of_the_unit_loses(k: int) -> None:
+    x, w = operands(k)
+    assert relative_error(accumulate_fp8(x, w), x @ w.T) == pytest.approx(accumulation_error(w8a8(k)), rel=0.1)
+
+
+def test_block_scales_keep_partial_sums_short() -> None:
+    x, w = operands(128)
+    problem = w8a8(7168, "block")
+    assert accumulation_error(problem) == accumulation_error(w8a8(128))
+    assert relative_error(accumulate_fp8(x, w), x @ w.T) < 2 * accumulation_error(problem)
+
+
+def test_small_integers_are_exact() -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.integers(-2, 3, (3, 100)).astype(float), rng.integers(-2, 3, (5, 100)).astype(float)
+    assert (accumulate_fp8(x, w) == x @ w.T).all()
+
+
+def test_one_large_product_hides_small_ones() -> None:
+    """448 * 448 + 127 ones: the ones lie below the 13 bits that are kept beside 2**17."""
+    x = np.ones((1, 128))
+    x[0, 0] = 448
+    assert accumulate_fp8(x, x)[0, 0] == 448 * 448
+
+
+def committed() -> list[tuple[str, dict[str, object]]]:
+    rows = [row for found in results.committed().values() for run in found for row in run["rows"]]
+    return [
+        (str(row["id"]), row)
+        for row in rows
+        if row["dtype"] == "fp8-w8a8" and row["contender"] in backends.BACKENDS and row["scale_layout"] == "channel"
+    ]
+
+
+def test_measured_errors_are_the_predicted_ones() -> None:
+    """On the GPU, every backend's fp8-w8a8 error is rounding plus what the model of its FP8 unit loses, within 5 %."""
+    measured = committed()
+    assert len(measured) >= 40
+    for name, row in measured:
+        model, gemm = str(row["case"]).split("/")[:2]
+        from shared.models import model as model_of
+
+        k = model_of(model).shape(gemm)[1]
+        predicted = float(np.hypot(rounding_error(w8a8(k)), accumulation_error(w8a8(k))))
+        assert row["error"] == pytest.approx(predicted, rel=0.05), f"{name}: {json.dumps(row['error'])}"
