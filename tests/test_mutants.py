@@ -1,4 +1,4 @@
-"""The suite's own test: two faults that it must catch, and every mutant still applicable. All: python -m tests.mutants."""
+"""The suite tests itself: two faults it must catch, and every mutant still applicable. All: python -m tests.mutants."""
 
 from __future__ import annotations
 
