@@ -74,7 +74,7 @@ SHORT = (
     "deepseek-v3/gate-up/tp8/tokens-64",
     "gpt-oss-120b/gate-up/tp1/tokens-8",
 )
-"""README's cases: decode and more tokens, few large experts and many small ones, sizes that are no multiple of a tile."""
+"""README's cases: decode and more tokens, few large experts and many small ones, sizes no multiple of a tile."""
 
 
 def short(found: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def run(backend: str, data: Data, order: str, config: Config, *, fill: float | N
 
 
 def as_accumulated(problem: Problem) -> Problem:
-    """The problem whose bounds hold: interpreters accumulate in float32 and may not lose what Hopper's FP8 unit does."""
+    """The problem whose bounds hold: interpreters sum in float32 and may not lose what Hopper's FP8 unit does."""
     return dataclasses.replace(problem, dtype="fp8-w8a16") if INTERPRET and problem.quantises_x else problem
 
 
