@@ -30,8 +30,10 @@ def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
     is nearest by ratio, at most a factor of 2 away: a tile that is best for 4 tokens says nothing of 2048.
     """
     slug = "" if gpu is None else gpu.lower().replace(" ", "-")
-    entries = [entry for entry in _entries(slug) if _same_shape(entry, problem, backend)]
-    if entries and problem.tokens:
+    for kernel in _SAME_TILES.get(backend, (backend,)):
+        entries = [entry for entry in _entries(slug) if problem.tokens and _same_shape(entry, problem, kernel)]
+        if not entries:
+            continue
         nearest = min(entries, key=lambda entry: _ratio(entry["tokens"], problem.tokens))
         if _ratio(nearest["tokens"], problem.tokens) <= 2:
             what = f"{nearest['dtype']} in {nearest['backend']} at {nearest['tokens']} tokens"
@@ -73,12 +75,13 @@ def _entries(slug: str) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["entries"] if slug and path.is_file() else []
 
 
-_MEASURED_AS = {"jax-triton": "torch-triton", "bf16": "fp16"}
-"""jax-triton launches torch-triton's kernel, and bf16 moves fp16's bytes at fp16's rate: one entry serves both."""
+_SAME_TILES = {"jax-triton": ("torch-triton",), "pallas-triton": ("pallas-triton", "torch-triton")}
+"""jax-triton launches torch-triton's kernel; pallas-triton, its port, takes its tiles where it has no entry itself."""
+_MEASURED_AS = {"bf16": "fp16"}
+"""bf16 moves fp16's bytes at fp16's rate: one entry serves both."""
 
 
 def _same_shape(entry: dict[str, Any], problem: Problem, backend: str) -> bool:
-    backend = _MEASURED_AS.get(backend, backend)
     dtype = _MEASURED_AS.get(problem.dtype, problem.dtype)
     shape = (dtype, problem.scale_layout, problem.experts, problem.n, problem.k, problem.top_k)
     measured = tuple(entry[name] for name in ("dtype", "scale_layout", "experts", "n", "k", "top_k"))
