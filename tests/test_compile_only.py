@@ -166,6 +166,35 @@ def test_the_deepest_pipeline_that_is_accepted_fits(backend: str) -> None:
     assert SHARED_MEMORY - 40_000 < code.shared_bytes <= SHARED_MEMORY
 
 
+@pytest.mark.parametrize("kernel_name", ["plan_kernel", "scale_kernel"])
+def test_small_kernels_compile(kernel_name: str) -> None:
+    """The Triton kernels that come before the GEMM, for DeepSeek-V3's 256 experts."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from backends import triton_kernel, triton_launch
+    from backends.compiled import compile_ptx
+
+    problem = problem_of("fp8-w8a8-block")
+    kernel = getattr(triton_kernel, kernel_name)
+    if kernel_name == "plan_kernel":
+        constants = triton_launch.plan_constants(problem, 16)
+        pointers = {
+            name: "*i32" for name in ("topk_ids_ptr", "sorted_slot_ptr", "tile_expert_ptr", "tile_rows_ptr")
+        } | {"slots": "i32"}
+    else:
+        constants = triton_launch.scale_constants(problem, problem.k)
+        pointers = {"x_ptr": "*bf16", "scaled_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+    signature = {**pointers, **dict.fromkeys(constants, "constexpr")}
+    assert sorted(signature) == sorted(kernel.arg_names)
+    source = ASTSource(fn=kernel, signature={name: signature[name] for name in kernel.arg_names}, constexprs=constants)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    report = compile_ptx(code.asm["ptx"], code.metadata.shared)
+    assert report.spills == 0
+    assert report.registers <= 255
+
+
 def test_matrix_instructions_are_told_apart() -> None:
     """The reading of PTX above, on lines of the kinds that compilers write."""
     ptx = """

@@ -13,7 +13,7 @@ import pytest
 
 import backends
 from backends import arrays
-from shared import fp8, models
+from shared import fp8
 from shared.orders import ORDERS
 from shared.reference import moe_gemm_reference
 from tests import cases
@@ -76,22 +76,6 @@ def test_default_run_meets_every_backend_order_and_variant() -> None:
     assert met == {(variant, order) for variant in VARIANTS for order in ORDERS}
     assert all(len({v for v, _ in cases.quick(name)} & {"fp16", "bf16"}) >= 1 for name in CASES)
     assert all(any(v.startswith("fp8") for v, _ in cases.quick(name)) for name in CASES)
-
-
-@pytest.mark.parametrize("backend", backends.BACKENDS)
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8-w8a16", "fp8-w8a8"])
-def test_config_for_is_never_refused(backend: str, dtype: str) -> None:
-    """Every model, GEMM and batch gets a config without asking for one, on an unknown GPU and on known ones."""
-    module = backends.load(backend)
-    for model in models.models().values():
-        for gemm in models.GEMMS:
-            for tokens in (1, 8, 64, 512, 4096):
-                for layout in ("channel", "block") if dtype.startswith("fp8") else ("channel",):
-                    problem = model.problem(gemm, tokens, dtype, scale_layout=layout)
-                    for gpu in (None, "NVIDIA H200"):
-                        config = backends.config_for(problem, backend=backend, gpu=gpu)
-                        refusal = module.unsupported(problem, config)
-                        assert refusal is None, f"{model.case(gemm, tokens)} {layout} {gpu}: {refusal}"
 
 
 @NUMERICS
@@ -193,7 +177,10 @@ def test_a_token_that_is_not_finite_spoils_its_own_rows_only(backend: str, varia
 @NUMERICS
 @pytest.mark.parametrize("variant", ["fp16", "fp8-w8a8-block"])
 def test_torch_strides(variant: str) -> None:
-    """Rows of x and of w further apart than K, experts inside a larger tensor, strided routing weights."""
+    """Rows of x and of w further apart than K, experts inside a larger tensor, strided routing weights.
+
+    What lies between the rows is NaN: K = 160 ends within a K step of 64, and 0 * NaN is NaN.
+    """
     import torch
 
     data = build("scale-blocks", variant)
@@ -216,6 +203,6 @@ def test_torch_strides(variant: str) -> None:
     spread = None if weight is None else torch.stack([weight, weight * 100], dim=2)[:, :, 0]
     y = module.moe_gemm(
         wide_x[:, : problem.k], inner.view(w.dtype), ids, w_scale, spread, problem=problem, order="grouped",
-        config=CASES["scale-blocks"].config, interpret=INTERPRET, fill=float("nan"),
+        config=cases.SMALL.replace(block_k=64), interpret=INTERPRET, fill=float("nan"),
     )  # fmt: skip
     check(arrays.to_host(y), data)
