@@ -32,9 +32,7 @@ def unavailable(*, interpret: bool) -> str | None:
             "(jax>=0.11,<0.12 with jax-triton>=0.4.1 and triton>=3.7)"
         )
     if interpret:
-        from backends import torch_triton
-
-        return torch_triton.unavailable(interpret=True)  # the interpreter computes on CPU tensors
+        return triton_launch.missing_packages()  # the interpreter computes on CPU tensors
     if not any(device.platform == "gpu" for device in jax.devices()):
         return (
             "JAX sees no CUDA GPU; run on a machine with an NVIDIA GPU and jax[cuda13], "

@@ -20,11 +20,11 @@ KERNEL_NAME = "moe_gemm_kernel"
 
 def unavailable(*, interpret: bool) -> str | None:
     """Why this backend cannot run here and what to do about it; None if it can."""
-    try:
-        import torch
-        import triton  # noqa: F401
-    except ImportError as error:
-        return f"{error}; install torch and triton (pip install torch 'triton>=3.7')"
+    missing = triton_launch.missing_packages()
+    if missing is not None:
+        return missing
+    import torch
+
     if not interpret and not torch.cuda.is_available():
         return "PyTorch sees no CUDA GPU; run on a machine with an NVIDIA GPU, or pass interpret=True for the CPU"
     return None

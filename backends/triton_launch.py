@@ -15,6 +15,16 @@ PUBLISHED = "published-2024"
 """The 2024 article's mapping, for its reproduction only: `backends.moe_gemm` does not know it."""
 
 
+def missing_packages() -> str | None:
+    """Why the kernels cannot be loaded here and what to do about it; None if they can."""
+    try:
+        import torch  # noqa: F401
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"{error}; install torch and triton (pip install torch 'triton>=3.7')"
+    return None
+
+
 def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIMIT) -> str | None:
     """Why the kernel cannot honour this combination; None if it can. `limit`: the GPU's shared memory per block."""
     if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
