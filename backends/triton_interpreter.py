@@ -49,20 +49,18 @@ def _interpreted_kernels() -> ModuleType:
 
 
 @functools.cache
-def _library_functions() -> list[tuple[Any, str, Any, Any]]:
-    """(module, name, compiled, interpreted) for each @triton.jit function of Triton's own language library."""
-    import triton.language as tl
+def _library_functions() -> list[tuple[Any, str, Any]]:
+    """(module, name, interpreted function) for each @triton.jit function of Triton's own language library."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     interpreted: dict[int, Any] = {}
     replaced = []
-    modules = [m for name, m in sys.modules.items() if name == "triton.language" or name.startswith("triton.language.")]
-    for module in [*modules, tl.core.tensor]:
+    for module in _language():
         for name, member in list(vars(module).items()):
             if isinstance(member, JITFunction):
                 twin = interpreted.setdefault(id(member), InterpretedFunction(member.fn))
-                replaced.append((module, name, member, twin))
+                replaced.append((module, name, twin))
     return replaced
 
 
@@ -71,16 +69,37 @@ def _interpreted_library() -> Iterator[None]:
     import triton
     from triton.runtime.interpreter import InterpreterBuilder
 
-    replaced = [*_library_functions(), (triton.knobs.runtime, "interpret", triton.knobs.runtime.interpret, True)]
-    for name, exact in (("create_dot", _dot), ("cast_impl", _cast), ("create_fp_to_fp", _cast)):
-        replaced.append((InterpreterBuilder, name, vars(InterpreterBuilder)[name], exact))
-    for owner, name, _, twin in replaced:
-        setattr(owner, name, twin)
+    before = triton.knobs.runtime.interpret
+    # Triton's interpreter replaces builtins of its language while a kernel runs and puts back those of the kernel's own
+    # imports, but not those that library functions import: left so, nothing could be compiled afterwards.
+    kept = [(owner, dict(vars(owner))) for owner in (*_language(), InterpreterBuilder)]
     try:
+        triton.knobs.runtime.interpret = True
+        for module, name, twin in _library_functions():
+            setattr(module, name, twin)
+        for name, exact in (("create_dot", _dot), ("cast_impl", _cast), ("create_fp_to_fp", _cast)):
+            setattr(InterpreterBuilder, name, exact)
         yield
     finally:
-        for owner, name, original, _ in replaced:
-            setattr(owner, name, original)
+        for owner, members in kept:
+            _put_back(owner, members)
+        triton.knobs.runtime.interpret = before
+
+
+def _language() -> list[Any]:
+    """Modules and classes of Triton's language, in which kernels look things up."""
+    import triton.language as tl
+
+    modules = [m for name, m in sys.modules.items() if name == "triton.language" or name.startswith("triton.language.")]
+    return [*modules, tl.core.tensor, tl.core.tensor_descriptor_base]
+
+
+def _put_back(owner: Any, members: dict[str, Any]) -> None:
+    """Members that were replaced. Names that are new stay: the interpreter's rewritten functions look them up."""
+    now = dict(vars(owner))
+    for name, member in members.items():
+        if now.get(name) is not member:
+            setattr(owner, name, member)
 
 
 def _dot(builder: Any, a: Any, b: Any, accumulator: Any, *options: Any) -> Any:

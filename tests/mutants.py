@@ -99,7 +99,8 @@ MUTANTS = (
     Mutant("mosaic: block scale row wrong", MOSAIC, "lax.div(col * block_n, SCALE_BLOCK)", "lax.div(col * block_n, 2 * SCALE_BLOCK)", gemm("pallas-mosaic", "scale-blocks and w8a8-block")),
     Mutant("mosaic: dropped row scale", MOSAIC, "if row_scale_gmem is not None:", "if False:", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: last band not cut", MOSAIC, "rows = jnp.minimum(group_m, tile_rows - first_row)", "rows = jnp.int32(group_m)", ("tests/test_tile_order.py", "-k", "pallas_equals and pallas-mosaic")),
-    Mutant("mosaic: -1 rows not zeroed", MOSAIC, "return jnp.where((topk_ids >= 0)", "return jnp.where((topk_ids >= -1)", gemm("pallas-mosaic", "some-minus-one")),
+    Mutant("mosaic: unknown expert not zeroed", MOSAIC, "(topk_ids >= 0) & (topk_ids < problem.experts)", "(topk_ids >= 0)", gemm("pallas-mosaic", "unchecked")),
+    Mutant("mosaic: -1 rows not zeroed", MOSAIC, "has_expert = (topk_ids >= 0) &", "has_expert = (topk_ids >= -1) &", gemm("pallas-mosaic", "some-minus-one")),
 )  # fmt: skip
 
 

@@ -180,7 +180,9 @@ def test_small_kernels_compile(kernel_name: str) -> None:
     kernel = getattr(triton_kernel, kernel_name)
     if kernel_name == "plan_kernel":
         constants = triton_launch.plan_constants(problem, 16)
-        pointers = dict.fromkeys(("topk_ids_ptr", "sorted_slot_ptr", "tile_expert_ptr", "tile_rows_ptr"), "*i32") | {"slots": "i32"}
+        pointers = dict.fromkeys(("topk_ids_ptr", "sorted_slot_ptr", "tile_expert_ptr", "tile_rows_ptr"), "*i32") | {
+            "slots": "i32"
+        }
     else:
         constants = triton_launch.scale_constants(problem, problem.k)
         pointers = {"x_ptr": "*bf16", "scaled_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
