@@ -1,6 +1,7 @@
 # make test     everything that needs no GPU (and, on a GPU, the same suite compiled): ruff, mypy, pytest
 # make bench    compare the frameworks on this GPU; without one, the correctness matrix in the interpreters
-# make report   rewrite the tables and pictures of README from the committed results
+# make report   rewrite the tables and pictures of README and notes from the committed results
+# make mutants  kernels with one planted fault each, which the suite must catch (not part of make test)
 # Each sets up .venv by itself. PYTHON=... picks the interpreter, ARGS=... goes to the command behind the target.
 
 VENV := .venv
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: test bench report lint clean
+.PHONY: test bench report mutants lint clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt tools/find-python
@@ -29,6 +30,9 @@ bench: $(STAMP)
 
 report: $(STAMP)
 	$(BIN)/python -m bench report $(ARGS)
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 clean:
 	rm -rf $(VENV)

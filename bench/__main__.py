@@ -15,7 +15,9 @@ from bench import results
 from shared.checks import ArgumentError
 
 ROOT = Path(__file__).parent.parent
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Benchmarks of the MoE GEMM backends.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Benchmarks of the MoE GEMM backends."
+)
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
