@@ -1,0 +1,56 @@
+"""README and notes: their example runs, and the paths, links and commands they name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backends import moe_gemm
+from tests.where import HAS_GPU
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "notes").glob("*.md"))]
+every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+@pytest.mark.interpret
+def test_readme_example_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    exec(code, names)
+    x, w, ids, y = (names[name] for name in ("x", "w", "topk_ids", "y"))
+    assert isinstance(y, np.ndarray)
+    assert y.shape == (4, 2, 512)
+    assert (y[3, 0] == 0).all()
+    if not HAS_GPU:
+        assert np.allclose(y, moe_gemm(x, w, ids, interpret=True), atol=0.1)
+
+
+@every_document
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
+        if not target.startswith("https://"):
+            assert any((base / target).exists() for base in (path.parent, ROOT)), target
+
+
+@every_document
+def test_named_files_exist(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for name in re.findall(r"`((?:backends|bench|shared|tests|notes|tools)/[\w./-]+?)`", text):
+        assert (ROOT / name).exists(), name
+
+
+@every_document
+def test_named_commands_exist(path: Path) -> None:
+    from bench.__main__ import app
+
+    verbs = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    text = path.read_text()
+    for verb in re.findall(r"python -m bench (\w+)", text):
+        assert verb in verbs
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for target in re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE):
+        assert target in targets
