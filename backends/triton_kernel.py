@@ -167,7 +167,7 @@ def plan_kernel(
     E: tl.constexpr,
     MAX_TILE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BUCKETS: tl.constexpr,  # power of two above E + 1
+    BUCKETS: tl.constexpr,  # power of two, at least E + 1
     CHUNK: tl.constexpr,
 ):
     """Counting sort of slots by bucket; program b writes bucket b's rows. Bucket E takes the -1 slots, and the tail.

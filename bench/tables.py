@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -35,7 +36,7 @@ def kernel_times(found: dict[str, Any]) -> Table:
     effects = {(pair["case"], _dtype(pair), pair["contender"]): pair for pair in found["pairs"] if pair["b"] == "row"}
     paired = [name for name in BACKENDS if any(key[2] == name for key in effects)]
     groups = list(dict.fromkeys((row["case"], _dtype(row)) for row in timed if row["contender"] in BACKENDS))
-    headings = ["case", "dtype", "floor µs", *BACKENDS, "best peer", "best share of read ceiling"]
+    headings = ["case", "dtype", "floor µs", *BACKENDS, "best peer", "floor ÷ best"]
     headings += [f"row ÷ column, {name}" for name in paired]
     lines = []
     for case, dtype in groups:
@@ -59,7 +60,7 @@ def kernel_times(found: dict[str, Any]) -> Table:
                 f"{best['floor_us']:.1f}",
                 *(f"**{t}**" if name == best["contender"] else t for name, t in zip(BACKENDS, times, strict=True)),
                 "–" if peer is None else f"{peer['kernel_us']:.1f} ({peer['contender']})",
-                f"{best['share_of_read_ceiling']:.0%}",
+                f"{1 / best['times_floor']:.0%}",
                 *(_effect(effects.get((case, dtype, name))) for name in paired),
             ]
         )
@@ -114,7 +115,7 @@ def published(found: dict[str, Any]) -> Table:
 def findings(found: dict[str, Any]) -> str:
     """The answer in a few sentences, every figure computed from the results. Decode: 64 tokens and fewer."""
     lines = [_order_finding(found, name) for name in BACKENDS]
-    lines += [_framework_finding(found), _fp8_finding(found), _peer_finding(found)]
+    lines += [_framework_finding(found), _fp8_finding(found), _accuracy_finding(found), _peer_finding(found)]
     return "\n".join(f"- {line}" for line in lines if line) or "No results yet."
 
 
@@ -126,7 +127,12 @@ def _order_finding(found: dict[str, Any], contender: str) -> str:
     decode = [pair for pair in pairs if _tokens(pair["case"]) <= DECODE_TOKENS]
     larger = [pair for pair in pairs if _tokens(pair["case"]) > DECODE_TOKENS]
     gpu = found["run"]["gpu"]
-    parts = [f"**Order, {contender}**, on one {gpu}, each case at its best known tile: row order takes "]
+    counts = [sum(1 for pair in pairs if test(pair)) for test in (_row_wins, _column_wins)]
+    parts = [
+        f"**Order, {contender}**, on one {gpu}, at tiles tuned in one order: of {len(pairs)} cases and dtypes row order "
+        f"is faster in {counts[0]}, column order in {counts[1]}, no difference in {len(pairs) - sum(counts)}. "
+        "Row order takes "
+    ]
     if decode:
         parts.append(f"{_span(decode)} of column order's time up to {DECODE_TOKENS} tokens ({len(decode)} cases)")
     if larger:
@@ -135,26 +141,56 @@ def _order_finding(found: dict[str, Any], contender: str) -> str:
     fp8 = [pair for pair in pairs if pair["dtype"].startswith("fp8")]
     two = [pair for pair in pairs if pair["dtype"] in TWO_BYTES]
     if fp8 and two:
-        parts.append(f". Largest with 16-bit weights {_largest(two)}, with FP8 weights {_largest(fp8)}")
+        parts.append(f". Largest difference with 16-bit weights {_largest(two)}, with FP8 weights {_largest(fp8)}")
     return "".join(parts) + "."
 
 
+def _row_wins(pair: dict[str, Any]) -> bool:
+    return pair["verdict"] != "no difference" and pair["ratio"] < 1
+
+
+def _column_wins(pair: dict[str, Any]) -> bool:
+    return pair["verdict"] != "no difference" and pair["ratio"] > 1
+
+
 def _framework_finding(found: dict[str, Any]) -> str:
+    """Backends within 1 % of a case's best, by the GEMM kernel alone and by all that a call runs on the GPU."""
+    parts = []
+    for key, name in (("kernel_us", "GEMM kernel alone"), ("gpu_total_us", "GPU time of the whole call")):
+        full = _best_by_backend(found, key)
+        if not full:
+            return ""
+        near = {b: sum(times[b] <= 1.01 * min(times.values()) for times in full) for b in BACKENDS}
+        spread = [max(times.values()) / min(times.values()) for times in full]
+        counts = ", ".join(f"{backend} {near[backend]}" for backend in BACKENDS)
+        parts.append(
+            f"by the {name}, within 1 % of the best in: {counts} (slowest over fastest: median "
+            f"{statistics.median(spread):.2f}, at most {max(spread):.2f})"
+        )
+    return f"**Framework**, {len(full)} cases and dtypes: {'; '.join(parts)}. pallas-mosaic gathers outside its kernel."
+
+
+def _best_by_backend(found: dict[str, Any], key: str) -> list[dict[str, float]]:
+    """{backend: least time over its measured orders} of each case and dtype that every backend was measured in."""
     groups: dict[tuple[str, str], dict[str, float]] = {}
     for row in found["rows"]:
-        if row.get("kernel_us") and row["contender"] in BACKENDS:
+        if row.get(key) and row["contender"] in BACKENDS:
             times = groups.setdefault((row["case"], _dtype(row)), {})
-            times[row["contender"]] = min(times.get(row["contender"], float("inf")), row["kernel_us"])
-    full = {key: times for key, times in groups.items() if len(times) == len(BACKENDS)}
-    if not full:
-        return ""
-    fastest = {name: sum(min(times, key=lambda n: times[n]) == name for times in full.values()) for name in BACKENDS}
-    spread = [max(times.values()) / min(times.values()) for times in full.values()]
-    counts = ", ".join(f"{name} in {fastest[name]}" for name in BACKENDS)
-    return (
-        f"**Framework**: of {len(full)} cases and dtypes the fastest kernel is {counts}; slowest over fastest backend: "
-        f"median {statistics.median(spread):.2f}, at most {max(spread):.2f}."
-    )
+            times[row["contender"]] = min(times.get(row["contender"], float("inf")), row[key])
+    return [times for times in groups.values() if len(times) == len(BACKENDS)]
+
+
+def _accuracy_finding(found: dict[str, Any]) -> str:
+    """Errors of the backends against float64 on the same weights, and against the weights before quantisation."""
+    parts = []
+    for dtype in ("fp16", "fp8-w8a16", "fp8-w8a8"):
+        rows = [row for row in found["rows"] if row["dtype"] == dtype and row["contender"] in BACKENDS]
+        errors = [row["error"] for row in rows if row.get("error")]
+        if errors:
+            lost = [row["quantisation_error"] for row in rows if row.get("quantisation_error")]
+            paid = f" (quantisation itself {min(lost):.1%} to {max(lost):.1%})" if lost else ""
+            parts.append(f"{dtype} {min(errors):.1e} to {max(errors):.1e}{paid}")
+    return f"**Accuracy**, relative error against float64: {'; '.join(parts)}." if parts else ""
 
 
 def _fp8_finding(found: dict[str, Any]) -> str:
@@ -203,7 +239,7 @@ def _span(pairs: list[dict[str, Any]]) -> str:
 
 
 def _largest(pairs: list[dict[str, Any]]) -> str:
-    pair = max(pairs, key=lambda item: item["ratio"])
+    pair = max(pairs, key=lambda item: abs(math.log(item["ratio"])))
     return f"{pair['ratio']:.2f} [{pair['low']:.2f}, {pair['high']:.2f}] ({pair['case']}, {pair['dtype']})"
 
 
@@ -240,7 +276,7 @@ def _effect(pair: dict[str, Any] | None) -> str:
         return "–"
     if pair["verdict"] == "no difference":
         return "no difference"
-    return f"{pair['ratio']:.2f} [{pair['low']:.2f}, {pair['high']:.2f}]"
+    return f"{pair['ratio']:.3f} [{pair['low']:.3f}, {pair['high']:.3f}]"
 
 
 def _backend_time(row: dict[str, Any]) -> str:

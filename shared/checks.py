@@ -108,7 +108,7 @@ def check_arguments(
     if w.dtype not in ("float16", "bfloat16", _FP8):
         raise DtypeError(f"w: got dtype {w.dtype}; allowed: float16, bfloat16, {_FP8}")
     if topk_ids.dtype != "int32":
-        allowed = "int32" + (" (cast it: its values fit)" if topk_ids.dtype in ("int64", "uint32", "int16") else "")
+        allowed = "int32" + (" (expert numbers fit: cast it)" if topk_ids.dtype in ("int64", "uint32", "int16") else "")
         raise DtypeError(f"topk_ids: got dtype {topk_ids.dtype}; allowed: {allowed}")
     dtype = _resolve_mode(mode, x, w)
 
@@ -181,7 +181,7 @@ def check_values(
 def _resolve_mode(mode: str | None, x: ArraySpec, w: ArraySpec) -> str:
     if mode is not None:
         mode = _MODE_ALIASES.get(mode, mode) if isinstance(mode, str) else mode
-        check_name("mode", mode, MODES)
+        check_name("mode", mode, (*MODES, *(_MODE_ALIASES if mode not in MODES else ())))
     else:
         mode = {"float16": "fp16", "bfloat16": "bf16", _FP8: "fp8-w8a16"}[w.dtype]
     needed_w = {"fp16": "float16", "bf16": "bfloat16"}.get(mode, _FP8)

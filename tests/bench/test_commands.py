@@ -134,7 +134,7 @@ def test_table_holds_best_peer_and_order_effect(run_file: Path) -> None:
         "pallas-triton": "–",
         "pallas-mosaic": "**155.0**",
         "best peer": "300.0 (torch-grouped-mm)",
-        "best share of read ceiling": "97%",
+        "floor ÷ best": "97%",
         "row ÷ column, torch-triton": "no difference",
     }
     assert len(lines) == 1
@@ -145,6 +145,7 @@ def test_findings_are_computed_from_the_results(run_file: Path) -> None:
     text = tables.findings(found)
     assert "Order, torch-triton" in text
     assert "1.20 to 1.20 of column order's time up to 64 tokens (1 cases)" in text
+    assert "row order is faster in 0, column order in 0, no difference in 1" in text
     assert "Framework" not in text, "a case without all backends says nothing about frameworks"
     assert "1.94 to 1.94 times" in text, "300 us of the peer over 155 us of the best backend"
     found["pairs"][0]["ratio"] = 1.31
