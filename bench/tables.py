@@ -129,8 +129,8 @@ def _order_finding(found: dict[str, Any], contender: str) -> str:
     gpu = found["run"]["gpu"]
     counts = [sum(1 for pair in pairs if test(pair)) for test in (_row_wins, _column_wins)]
     parts = [
-        f"**Order, {contender}**, on one {gpu}, at tiles tuned in one order: of {len(pairs)} cases and dtypes row order "
-        f"is faster in {counts[0]}, column order in {counts[1]}, no difference in {len(pairs) - sum(counts)}. "
+        f"**Order, {contender}**, on one {gpu}, at tiles tuned in one order: of {len(pairs)} cases and dtypes row "
+        f"order is faster in {counts[0]}, column order in {counts[1]}, no difference in {len(pairs) - sum(counts)}. "
         "Row order takes "
     ]
     if decode:
