@@ -56,7 +56,7 @@ def locate_tile(
     return first_row + lax.rem(in_band, rows), lax.div(in_band, rows)
 
 
-def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config, interpret: bool) -> None:
+def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -> None:
     """One output tile. `ref` holds the refs of `_operands` by name, and "y" (T*top_k, N)."""
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     n_size, k_size, slots = problem.n, problem.k, problem.slots
@@ -202,7 +202,7 @@ def _launch(
         names.append("y_before")  # the same buffer as y; the kernel does not read it
 
     def moe_gemm_pallas_triton(*refs: Any) -> None:
-        _kernel(dict(zip([*names, "y"], refs, strict=True)), problem, order, config, interpret)
+        _kernel(dict(zip([*names, "y"], refs, strict=True)), problem, order, config)
 
     return pl.pallas_call(
         moe_gemm_pallas_triton,

@@ -157,9 +157,7 @@ def check_arguments(
     )
 
 
-def check_values(
-    problem: Problem, topk_ids: np.ndarray, w_scale: np.ndarray | None, topk_weight: np.ndarray | None = None
-) -> None:
+def check_values(problem: Problem, topk_ids: np.ndarray, w_scale: np.ndarray | None) -> None:
     """Checks that read the data: expert numbers in [-1, E), scales finite and positive. Host arrays only."""
     bad = (topk_ids < -1) | (topk_ids >= problem.experts)
     if bad.any():
