@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -83,20 +84,24 @@ def compare(
 def report(
     check: Annotated[bool, typer.Option("--check", help="change nothing; exit 1 if something differs")] = False,
     add: Annotated[list[Path] | None, typer.Option(help="a run's JSON lines, to be kept in bench/results")] = None,
+    into: Annotated[str | None, typer.Option(help="merge what --add names into this kept file of its GPU")] = None,
     as_json: Json = False,
 ) -> None:
     """Rewrite README's generated blocks and the pictures from the committed result files."""
     from bench import report
 
+    if into is not None and not add:
+        _fail("--into: says where --add puts a run; name the run with --add RUN.jsonl")
     try:
-        added = [str(results.add(run, name=run.stem)) for run in add or []]
+        added = [results.add(run, name=run.stem, into=into) for run in add or []]
         changed = report.rewrite(check=check)
     except ValueError as error:
         _fail(str(error))
     if as_json:
-        typer.echo(json.dumps({"added": added, "changed": changed}))
+        kept = [dataclasses.asdict(one) | {"path": str(one.path)} for one in added]
+        typer.echo(json.dumps({"added": kept, "changed": changed}))
     else:
-        lines = [f"added {path}" for path in added] + [f"{'differs' if check else 'rewritten'}: {c}" for c in changed]
+        lines = [str(one) for one in added] + [f"{'differs' if check else 'rewritten'}: {c}" for c in changed]
         typer.echo("\n".join(lines) or "README and pictures agree with the committed results")
     raise typer.Exit(1 if check and changed else 0)
 

@@ -3,18 +3,25 @@
 A line is written the moment its result is there, so that a run cut short keeps what it measured. The first line
 says where and with what the run was made (`kind: "run"`); the others are `kind: "time"` (a benchmark), `"pair"` (an
 order comparison), `"published"` and `"skipped"`. Times are in microseconds in both.
+
+Times stand in one file only if they were taken on the same GPU with the same versions and settings (SETTINGS).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from shared.config import Config
+
 RUNS = Path(".benchmarks/moe")
 RESULTS = Path(__file__).parent / "results"
+SETTINGS = ("gpu", "clock", "cache", "routing", "seed")
+"""What two runs must share, beside the versions of all packages, for their times to stand side by side."""
 TIMES = ("kernel_us", "gpu_total_us", "call_us", "kernel_captured_us", "gpu_total_captured_us", "call_captured_us")
 
 
@@ -37,17 +44,46 @@ def default_path() -> Path:
     return RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%S}.jsonl"
 
 
+class UnusableFile(ValueError):
+    """A result file that is missing, malformed, or does not fit; the message names it and says why, in one line."""
+
+
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run; a last line that was cut off in the middle is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    """The lines of a run; a last line that was cut off in the middle is left out. Raises UnusableFile."""
+    lines = _text(path).splitlines()
     found = []
     for number, line in enumerate(lines):
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
             if number < len(lines) - 1:
-                raise
+                raise UnusableFile(f"{path}: line {number + 1} is not JSON ({error.msg})") from error
+            continue
+        if not isinstance(value, dict) or "kind" not in value:
+            raise UnusableFile(f"{path}: line {number + 1} is not a result of this suite: it has no 'kind'")
+        found.append(value)
     return found
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Compact results of a file of either kind: a run's JSON lines or a compact file. Raises UnusableFile."""
+    if path.suffix == ".jsonl":
+        found = compact(read(path))
+    else:
+        try:
+            found = json.loads(_text(path))
+        except json.JSONDecodeError as error:
+            raise UnusableFile(f"{path}: not JSON ({error.msg}, line {error.lineno})") from error
+    if not isinstance(found, dict) or not isinstance(found.get("run"), dict) or "gpu" not in found["run"]:
+        raise UnusableFile(f"{path}: not a result file of this suite: it does not say where its run was made")
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnusableFile(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def compact(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -66,7 +102,7 @@ def compact(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
         if line["kind"] == "run":
             run = values
         elif line["kind"] == "time":
-            rows.setdefault(values["id"], {}).update(values)
+            rows[values["id"]] = _updated(rows.get(values["id"]), values)
         elif line["kind"] == "pair":
             pairs[values["id"]] = values
         elif line["kind"] == "published":
@@ -82,22 +118,112 @@ def compact(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def add(run: Path, *, results: Path = RESULTS, name: str | None = None) -> Path:
-    """Turn a run's JSON lines into the compact file <results>/<gpu>/<name>.json; name None: the date of the run.
+def _updated(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
+    """The row with its new times; of another config or other sources, nothing of the old row stays."""
+    return new if old is None or of_another_kernel(old, new) else {**old, **new}
 
-    Raises ValueError for a rehearsal, whose times mean nothing, and for a file without a run's first line.
+
+def of_another_kernel(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether two results of one id are of different configs, or known to be of different sources."""
+    a, b = old.get("sources"), new.get("sources")
+    return config_of(old) != config_of(new) or (a is not None and b is not None and a != b)
+
+
+def config_of(row: dict[str, Any]) -> Config | None:
+    """The row's config; fields that came after the row was measured have their defaults. None: a peer."""
+    config = row.get("config")
+    if config is None:
+        return None
+    known = {field.name for field in dataclasses.fields(Config)}
+    if unknown := sorted(set(config) - known):
+        raise UnusableFile(f"{row.get('id')}: its config has fields {unknown}, which this version does not know")
+    return Config(**config)
+
+
+def differences(a: dict[str, Any], b: dict[str, Any], settings: Iterable[str] = SETTINGS) -> list[str]:
+    """What keeps the times of two runs from standing side by side, such as "torch: 2.11.0 and 2.12.0"."""
+    found = [f"{key}: {a.get(key)} and {b.get(key)}" for key in settings if a.get(key) != b.get(key)]
+    ours, theirs = a.get("versions", {}), b.get("versions", {})
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return found + [f"{name}: {ours.get(name)} and {theirs.get(name)}" for name in names]
+
+
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """Where a run was put. new, updated: ids of its rows; replaced: those of `updated` whose earlier times were of
+    another config or other sources and are gone."""
+
+    path: Path
+    new: list[str]
+    updated: list[str]
+    replaced: list[str]
+
+    def __str__(self) -> str:
+        text = f"added to {self.path}: {len(self.new)} new rows, {len(self.updated)} measured again"
+        if self.replaced:
+            text += f", of which {len(self.replaced)} with another config or source: their earlier times are left out"
+        return text
+
+
+def add(run: Path, *, results: Path = RESULTS, name: str | None = None, into: str | None = None) -> Added:
+    """Keep a run: as the compact file <results>/<gpu>/<name>.json, or merged into the one that `into` names.
+
+    name: None takes the date of the run. An existing file of that name is written anew.
+    into: name of an existing file of this GPU. Rows by id: new times update, others stay; both runs' dates are kept.
+
+    Raises UnusableFile for a rehearsal, whose times mean nothing; for a file that is none of this suite's; and with
+    `into` where GPU, versions or settings differ, with what differs.
     """
     from bench.machine import gpu_key
 
-    found = compact(read(run))
-    if "gpu" not in found["run"]:
-        raise ValueError(f"{run}: not a file of this suite: no line of kind 'run'")
+    found = load(run)
     if found["run"]["clock"] == "rehearsal":
-        raise ValueError(f"{run}: a rehearsal on the CPU; its times mean nothing and are not kept")
-    path = results / gpu_key(found["run"]["gpu"]) / f"{name or found['run']['date'][:10]}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dump(found), encoding="utf-8")
-    return path
+        raise UnusableFile(f"{run}: a rehearsal on the CPU; its times mean nothing and are not kept")
+    folder = results / gpu_key(found["run"]["gpu"])
+    if into is None:
+        path = folder / f"{name or found['run']['date'][:10]}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dump(found), encoding="utf-8")
+        return Added(path, new=[row["id"] for row in found["rows"]], updated=[], replaced=[])
+    path = folder / f"{into.removesuffix('.json')}.json"
+    if not path.exists():
+        known = ", ".join(sorted(p.stem for p in folder.glob("*.json"))) or "none"
+        raise UnusableFile(f"into: got {into!r}; results of {found['run']['gpu']} that are kept: {known}")
+    kept = load(path)
+    if differing := differences(kept["run"], found["run"]):
+        raise UnusableFile(f"{run}: cannot be merged into {path}, as they differ in {'; '.join(differing)}")
+    before = {row["id"]: row for row in kept["rows"]}
+    again = [row for row in found["rows"] if row["id"] in before]
+    added = Added(
+        path,
+        new=[row["id"] for row in found["rows"] if row["id"] not in before],
+        updated=[row["id"] for row in again],
+        replaced=[row["id"] for row in again if of_another_kernel(before[row["id"]], row)],
+    )
+    path.write_text(dump(combined(kept, found)), encoding="utf-8")
+    return added
+
+
+def combined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Two compact results as one, in the order of the old one. The caller has seen to it that they may be.
+
+    run: that of the old, with "runs": date, rounds and ceilings of each.
+    """
+    rows = {row["id"]: row for row in old["rows"]}
+    for row in new["rows"]:
+        rows[row["id"]] = _updated(rows.get(row["id"]), row)
+    parts = {
+        part: list({item["id"]: item for item in (*old[part], *new[part])}.values()) for part in ("pairs", "published")
+    }
+    skipped = {key: reason for key, reason in (old["skipped"] | new["skipped"]).items() if key not in rows}
+    runs = {json.dumps(run, sort_keys=True): run for run in (*history(old["run"]), *history(new["run"]))}
+    run = old["run"] | {"runs": sorted(runs.values(), key=lambda run: run["date"])}
+    return {"run": run, "rows": list(rows.values()), **parts, "skipped": skipped}
+
+
+def history(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """{"date", "rounds", "ceilings"} of each run that the results come from."""
+    return run.get("runs") or [{key: run[key] for key in ("date", "rounds", "ceilings") if key in run}]
 
 
 def dump(found: dict[str, Any]) -> str:

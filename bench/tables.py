@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from backends.registry import BACKENDS
+from bench import results
 
 Table = tuple[list[str], list[list[str]]]
 """(headings, rows)"""
@@ -16,14 +17,20 @@ DECODE_TOKENS = 64
 
 
 def merged(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Compact results of several runs as one; where an id was measured again, the later run counts."""
-    found: dict[str, Any] = {"run": {}}
-    by_id: dict[str, dict[str, Any]] = {"rows": {}, "pairs": {}, "published": {}}
+    """Compact results of several runs as one; where an id was measured again, the later run counts.
+
+    Raises ValueError where GPU, versions or settings differ: such times do not belong in one table.
+    """
+    found: dict[str, Any] | None = None
     for run in sorted(runs, key=lambda content: content["run"].get("date", "")):
-        found["run"] = run["run"]
-        for part, kept in by_id.items():
-            kept.update({item["id"]: item for item in run[part]})
-    return found | {part: list(kept.values()) for part, kept in by_id.items()}
+        if found is None:
+            found = run
+        elif differing := results.differences(found["run"], run["run"]):
+            dates = " and ".join(content["run"].get("date", "no date") for content in (found, run))
+            raise ValueError(f"runs of {dates} cannot share a table, as they differ in {'; '.join(differing)}")
+        else:
+            found = results.combined(found, run)
+    return found or {"run": {}, "rows": [], "pairs": [], "published": [], "skipped": {}}
 
 
 def kernel_times(found: dict[str, Any]) -> Table:
@@ -252,14 +259,22 @@ def markdown(table: Table) -> str:
 
 
 def environment(run: dict[str, Any]) -> str:
-    """One paragraph: where, when, with what, against which ceilings."""
-    ceilings, versions = run["ceilings"], run["versions"]
-    fp8 = f", FP8 {ceilings['fp8_flops'] / 1e12:.0f}" if "fp8_flops" in ceilings else ""
+    """One paragraph: where, when, with what, against which ceilings; of each run, where there are several."""
+    runs, versions = results.history(run), run["versions"]
+
+    def each(values: Iterable[str]) -> str:
+        return " and ".join(dict.fromkeys(values))
+
+    def ceiling(name: str, unit: float, form: str) -> str:
+        return each(format(one["ceilings"][name] / unit, form) for one in runs if name in one["ceilings"])
+
+    fp8 = ceiling("fp8_flops", 1e12, ".0f")
     installed = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "jax", "jax-triton"))
     return (
-        f"{run['gpu']}, {run['date'][:10]}, {run['cache']} L2, GPU clock {run['clock']}, median of {run['rounds']}; "
-        f"{installed}. Measured in the same run: read ceiling {ceilings['read_bytes_per_s'] / 1e12:.2f} TB/s, "
-        f"8192³ products: bf16 {ceilings['bf16_flops'] / 1e12:.0f}{fp8} TFLOP/s."
+        f"{run['gpu']}, {each(one['date'][:10] for one in runs)}, {run['cache']} L2, GPU clock {run['clock']}, "
+        f"median of {each(str(one['rounds']) for one in runs)}; {installed}. Measured in the same run: "
+        f"read ceiling {ceiling('read_bytes_per_s', 1e12, '.2f')} TB/s, "
+        f"8192³ products: bf16 {ceiling('bf16_flops', 1e12, '.0f')}{f', FP8 {fp8}' if fp8 else ''} TFLOP/s."
     )
 
 

@@ -154,7 +154,7 @@ def test_findings_are_computed_from_the_results(run_file: Path) -> None:
 
 def test_report_writes_and_checks(run_file: Path, tmp_path: Path) -> None:
     folder, readme = tmp_path / "results", tmp_path / "README.md"
-    kept = results.add(run_file, results=folder, name="first")
+    kept = results.add(run_file, results=folder, name="first").path
     assert kept == folder / "h200" / "first.json"
     readme.write_text("# A\n<!-- generated: kernel-times -->\nold\n<!-- end generated -->\ntail\n")
 

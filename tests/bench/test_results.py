@@ -1,0 +1,148 @@
+"""Result files: what may be merged and what may not, and what a file that cannot be used says."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import results, tables
+
+CASE = "mixtral-8x7b/gate-up/tp2/tokens-8"
+RUN: dict[str, Any] = {
+    "kind": "run", "gpu": "NVIDIA H200", "clock": "cupti", "cache": "cold", "routing": "uniform", "seed": 0,
+    "rounds": 30, "date": "2026-01-02T03:04:05Z",
+    "versions": {"torch": "1", "triton": "2", "jax": "3", "jax-triton": "4"},
+    "ceilings": {"read_bytes_per_s": 4.5e12, "bf16_flops": 7.9e14},
+}  # fmt: skip
+LATER = RUN | {"date": "2026-01-03T00:00:00Z", "rounds": 15}
+CONFIG = {"block_m": 16, "block_n": 64, "block_k": 64}
+
+
+def row(contender: str, **times: Any) -> dict[str, Any]:
+    return {
+        "kind": "time", "id": f"{CASE}/fp16/column/{contender}", "case": CASE, "dtype": "fp16", "order": "column",
+        "scale_layout": None, "contender": contender, "config": CONFIG, "floor_us": 150.0, **times,
+    }  # fmt: skip
+
+
+def write(path: Path, *lines: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """The folder of committed results, with one file: h200/first.json."""
+    run = write(
+        tmp_path / "a.jsonl",
+        RUN,
+        row("torch-triton", kernel_us=160.0, call_us=200.0),
+        row("jax-triton", kernel_us=170.0),
+    )
+    results.add(run, results=tmp_path / "kept", name="first")
+    return tmp_path / "kept"
+
+
+def test_a_further_run_updates_its_rows_and_leaves_the_others(kept: Path, tmp_path: Path) -> None:
+    run = write(
+        tmp_path / "b.jsonl", LATER, row("torch-triton", kernel_us=150.0), row("pallas-triton", kernel_us=155.0)
+    )
+    added = results.add(run, results=kept, into="first")
+    found = {r["contender"]: r for r in results.load(added.path)["rows"]}
+    assert found["torch-triton"]["kernel_us"] == 150.0
+    assert found["torch-triton"]["call_us"] == 200.0, "same config: what was not measured again stays"
+    assert found["jax-triton"]["kernel_us"] == 170.0
+    assert found["pallas-triton"]["kernel_us"] == 155.0
+    assert (len(added.new), len(added.updated), added.replaced) == (1, 1, [])
+    environment = tables.environment(results.load(added.path)["run"])
+    assert "2026-01-02 and 2026-01-03" in environment
+    assert "median of 30 and 15" in environment
+
+    once = added.path.read_text()
+    results.add(run, results=kept, into="first.json")
+    assert added.path.read_text() == once, "the same run twice changes nothing"
+
+
+@pytest.mark.parametrize("change", [{"config": CONFIG | {"block_n": 128}}, {"sources": "b"}])
+def test_times_of_another_kernel_do_not_stay_in_its_row(kept: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    first = write(tmp_path / "a.jsonl", LATER, row("torch-triton", kernel_us=160.0, call_us=200.0, sources="a"))
+    results.add(first, results=kept, into="first")
+    added = results.add(
+        write(tmp_path / "b.jsonl", LATER, row("torch-triton", kernel_us=1.0) | change), results=kept, into="first"
+    )
+    found = {r["contender"]: r for r in results.load(added.path)["rows"]}
+    assert "call_us" not in found["torch-triton"]
+    assert len(added.replaced) == 1
+    assert "their earlier times are left out" in str(added)
+
+
+def test_a_field_that_came_later_is_not_another_config() -> None:
+    old, new = row("torch-triton"), row("torch-triton") | {"config": CONFIG | {"num_warps": 4}}
+    assert not results.of_another_kernel(old, new)
+    with pytest.raises(results.UnusableFile, match="split_z"):
+        results.config_of(row("torch-triton") | {"config": {"split_z": 2}})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"gpu": "NVIDIA H100"}, "kept: none"),
+        ({"clock": "jax-cupti"}, "clock: cupti and jax-cupti"),
+        ({"cache": "warm"}, "cache: cold and warm"),
+        ({"routing": "zipf-1.2"}, "routing: uniform and zipf-1.2"),
+        ({"seed": 1}, "seed: 0 and 1"),
+        ({"versions": {**RUN["versions"], "torch": "9"}}, "torch: 1 and 9"),
+        ({"versions": {**RUN["versions"], "numpy": "9"}}, "numpy: None and 9"),
+    ],
+)
+def test_runs_that_differ_are_not_merged(kept: Path, tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    run = write(tmp_path / "b.jsonl", LATER | change, row("torch-triton", kernel_us=150.0))
+    before = (kept / "h200" / "first.json").read_text()
+    with pytest.raises(results.UnusableFile, match=named):
+        results.add(run, results=kept, into="first")
+    assert (kept / "h200" / "first.json").read_text() == before
+    if "gpu" not in change:
+        with pytest.raises(ValueError, match=named):
+            tables.merged([results.load(run), results.load(kept / "h200" / "first.json")])
+
+
+def test_an_unknown_file_to_merge_into(kept: Path, tmp_path: Path) -> None:
+    run = write(tmp_path / "b.jsonl", LATER, row("torch-triton", kernel_us=150.0))
+    with pytest.raises(results.UnusableFile, match=r"into: got 'frist'.*kept: first"):
+        results.add(run, results=kept, into="frist")
+
+
+def test_merging_keeps_what_was_not_measured_until_it_is() -> None:
+    skip = {"kind": "skipped", "id": row("jax-triton")["id"], "reason": "not installed"}
+    old = results.compact([RUN, row("torch-triton", kernel_us=1.0), skip])
+    untouched = copy.deepcopy(old)
+    assert results.combined(old, results.compact([LATER, row("torch-triton", kernel_us=2.0)]))["skipped"]
+    assert not results.combined(old, results.compact([LATER, row("jax-triton", kernel_us=2.0)]))["skipped"]
+    assert old == untouched
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("none.jsonl", None, "No such file"),
+        ("a.jsonl", '{"kind": "run"\n{"kind": "time"}\n', "line 1 is not JSON"),
+        ("a.jsonl", '{"gpu": "x"}\n', "no 'kind'"),
+        ("a.jsonl", "[1, 2]\n", "no 'kind'"),
+        ("a.jsonl", "", "does not say where its run was made"),
+        ("a.json", "{", "not JSON"),
+        ("a.json", '{"benchmarks": []}', "does not say where its run was made"),
+        ("a.json", "[]", "does not say where its run was made"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, name: str, text: str | None, says: str) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(results.UnusableFile, match=says) as error:
+        results.load(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
