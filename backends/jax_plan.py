@@ -24,17 +24,25 @@ class Plan(NamedTuple):
     sorted_slot (R * block_m,)  slot of each row of the sorted, padded matrix; S where the row is padding
     tile_expert (R,)            expert of each tile row; -1 for rows of -1 slots, and past the tile rows in use
     tile_rows   (1,)            tile rows in use
+    tile_span   (R, 2)          first tile row of the bucket that each tile row belongs to, and how many it has; past
+                                the tile rows in use, (the row itself, 1)
     position    (S,)            row of each slot in the sorted, padded matrix: the inverse of sorted_slot
     """
 
     sorted_slot: jax.Array
     tile_expert: jax.Array
     tile_rows: jax.Array
+    tile_span: jax.Array
     position: jax.Array
 
 
-def plan(topk_ids: jax.Array, experts: int, block_m: int) -> Plan:
+def plan(
+    topk_ids: jax.Array, experts: int, block_m: int, *, popular: bool = False, popularity: jax.Array | None = None
+) -> Plan:
     """Plan for topk_ids (T, top_k), int32, each in [-1, E): `shared.planning.plan` plus the inverse `position`.
+
+    popular: number tile rows by falling popularity of their experts, `popularity` (E,) int32, or with None the slot
+             counts of this routing.
 
     Slots are ranked inside their bucket (an expert, or bucket E for -1) and each bucket starts at a multiple of
     block_m. T >= 1.
@@ -49,8 +57,13 @@ def plan(topk_ids: jax.Array, experts: int, block_m: int) -> Plan:
     buckets = jnp.arange(experts + 1, dtype=jnp.int32)
     counts = jnp.sum(buckets[:, None] == bucket[None, :], axis=1, dtype=jnp.int32)
     rows = (counts + (block_m - 1)) // block_m
-    last_row = jnp.sum(jnp.where(buckets[None, :] <= buckets[:, None], rows[None, :], 0), axis=1, dtype=jnp.int32)
-    first_row = last_row - rows
+    before = buckets[None, :] < buckets[:, None]  # [b, other]: other's tile rows come before b's
+    if popular:
+        heat = counts if popularity is None else jnp.append(popularity.astype(jnp.int32), 0)
+        hotter = (heat[None, :] > heat[:, None]) | ((heat[None, :] == heat[:, None]) & before)
+        before = jnp.where(buckets[:, None] == experts, before, hotter & (buckets[None, :] < experts))
+    first_row = jnp.sum(jnp.where(before, rows[None, :], 0), axis=1, dtype=jnp.int32)
+    last_row = first_row + rows
 
     if slots <= COUNTING_SLOTS:
         earlier = (bucket[None, :] == bucket[:, None]) & (slot[None, :] < slot[:, None])
@@ -63,9 +76,15 @@ def plan(topk_ids: jax.Array, experts: int, block_m: int) -> Plan:
     position = first_row[bucket] * block_m + rank
     sorted_slot = jnp.full(max_tile_rows * block_m, slots, jnp.int32).at[position].set(slot, unique_indices=True)
     row = jnp.arange(max_tile_rows, dtype=jnp.int32)
-    row_bucket = jnp.sum(last_row[None, :] <= row[:, None], axis=1, dtype=jnp.int32)
-    tile_expert = jnp.where(row_bucket < experts, row_bucket, -1)
-    return Plan(sorted_slot, tile_expert, last_row[-1:], position)
+    holds = (first_row[None, :] <= row[:, None]) & (row[:, None] < last_row[None, :])  # (R, E + 1)
+    tile_expert = jnp.sum(jnp.where(holds[:, :experts], buckets[:experts] + 1, 0), axis=1, dtype=jnp.int32) - 1
+    tile_rows = jnp.sum(rows, dtype=jnp.int32, keepdims=True)
+    span = jnp.stack(
+        [jnp.sum(jnp.where(holds, of[None, :], 0), axis=1, dtype=jnp.int32) for of in (first_row, rows)], 1
+    )
+    unused = jnp.stack([row, jnp.ones_like(row)], 1)
+    tile_span = jnp.where((row < tile_rows)[:, None], span, unused)
+    return Plan(sorted_slot, tile_expert, tile_rows, tile_span, position)
 
 
 def quantise_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -90,10 +90,15 @@ def _mosaic_tiles(problem: Problem, block_m: int) -> Iterator[Config]:
 
 
 def _stages(problem: Problem, block_m: int, block_n: int, block_k: int) -> list[int]:
-    """One thread block a multiprocessor with the deepest pipeline, and two with half of it each."""
+    """One thread block a multiprocessor with the deepest pipeline, two with half of it each, and three stages.
+
+    Three are the least that keep a load in flight while a warp-group instruction reads a stage: large tiles, which the
+    arithmetic bounds, gain nothing by more.
+    """
     stage = block_k * (block_m * problem.x_itemsize + block_n * problem.w_itemsize)
     output = block_m * block_n * 2
-    depths = {min(8, (220_000 - output) // stage), min(5, (110_000 - output) // stage)}
+    deepest = min(8, (220_000 - output) // stage)
+    depths = {deepest, min(5, (110_000 - output) // stage), min(3, deepest)}
     return sorted(depth for depth in depths if depth >= 2)
 
 

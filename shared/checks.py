@@ -25,6 +25,14 @@ class DtypeError(ArgumentError, TypeError):
     """An argument whose dtype the chosen mode does not take."""
 
 
+def no_gradient(argument: str, got: str) -> str:
+    """What an ArgumentError says where a derivative with respect to `argument` is asked for."""
+    return (
+        f"{argument}: got {got}; allowed: none, moe_gemm has no derivative, backward or forward "
+        "(torch: detach it, or call under torch.no_grad(); JAX: jax.lax.stop_gradient)"
+    )
+
+
 def check_name(argument: str, given: object, known: Iterable[str]) -> None:
     """Raise ArgumentError, with the known names and the nearest of them, unless `given` is one of `known`."""
     known = list(known)
@@ -155,6 +163,19 @@ def check_arguments(
         scale_layout=scale_layout,  # type: ignore[arg-type]
         routing_weight=topk_weight is not None,
     )
+
+
+def check_popularity(popularity: ArraySpec | None, order: str, w: ArraySpec) -> None:
+    """popularity (E,) int32 goes with order "popular" alone."""
+    if popularity is None:
+        return
+    if order != "popular":
+        raise ArgumentError(f'popularity: got an array with order {order!r}; allowed: None, or order "popular"')
+    if popularity.shape != w.shape[:1]:
+        raise ArgumentError(f"popularity: got shape {popularity.shape}; allowed: (E,) = {w.shape[:1]}")
+    _check_dtype("popularity", popularity, "int32")
+    if popularity.kind != w.kind:
+        raise DtypeError(f"popularity: got a {popularity.kind} array; allowed: {w.kind}, the kind of w")
 
 
 def check_values(problem: Problem, topk_ids: np.ndarray, w_scale: np.ndarray | None) -> None:

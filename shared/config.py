@@ -7,7 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shared.checks import ArgumentError
+from shared.checks import ArgumentError, check_name
+
+REDUCTIONS = ("two-pass", "atomic", "atomic-fp32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,15 @@ class Config:
     group_m:    tile rows walked together by order "grouped"; the other orders do not read it
     swap_ab:    weights are the matrix instruction's left operand, so that its 64-row side is filled by output
                 channels and the tokens take the narrow side; the accumulator is (block_n, block_m)
+    split_k:    thread blocks that share one output tile, each with its part of K (`k_steps_per_split`); for launches
+                with fewer tiles than the GPU has multiprocessors
+    reduction:  how the parts become y where split_k > 1; with split_k = 1 it is not read
+                "two-pass":    float32 partial sums in memory, added in a fixed order by a second kernel: the same bits
+                               in every run
+                "atomic-fp32": float32 atomic additions into a zeroed buffer, which a second kernel rounds to y; the
+                               order of the additions, and with it the last bits, varies from run to run
+                "atomic":      each part scaled, rounded to y's dtype and added to a zeroed y atomically: no second
+                               kernel, but split_k roundings, and bits that vary from run to run
 
     Raises ArgumentError where a value is not allowed on any GPU or backend. What a particular backend or GPU
     cannot honour, that backend refuses (`backends.moe_gemm` raises before it launches anything).
@@ -34,6 +45,8 @@ class Config:
     num_stages: int = 4
     group_m: int = 8
     swap_ab: bool = True
+    split_k: int = 1
+    reduction: str = "two-pass"
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):
@@ -52,11 +65,17 @@ class Config:
             raise ArgumentError(f"config.group_m: got {self.group_m}; allowed: 1 or more")
         if not isinstance(self.swap_ab, bool):
             raise ArgumentError(f"config.swap_ab: got {self.swap_ab!r}; allowed: True or False")
+        _check_integer("split_k", self.split_k)
+        if not 1 <= self.split_k <= 64:
+            raise ArgumentError(f"config.split_k: got {self.split_k}; allowed: 1 to 64")
+        check_name("config.reduction", self.reduction, REDUCTIONS)
 
     def __str__(self) -> str:
         swap = " swap" if self.swap_ab else ""
+        split = f" split{self.split_k} {self.reduction}" if self.split_k > 1 else ""
         return (
-            f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages} g{self.group_m}{swap}"
+            f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages} g{self.group_m}"
+            f"{swap}{split}"
         )
 
     def to_json(self) -> str:
@@ -78,6 +97,16 @@ class Config:
 
     def replace(self, **changes: Any) -> Config:
         return dataclasses.replace(self, **changes)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the same inputs give the same bits in every run."""
+        return self.split_k == 1 or self.reduction == "two-pass"
+
+    def k_steps_per_split(self, k: int) -> int:
+        """Steps of block_k that one part of K takes; the last parts may have fewer, down to none."""
+        steps = -(-k // self.block_k)
+        return -(-steps // self.split_k)
 
     def stage_bytes(self, x_itemsize: int, w_itemsize: int) -> int:
         """Bytes of one pipeline stage: one K step of x and of w in shared memory."""

@@ -6,6 +6,9 @@ ids, so the order decides which tiles are in flight together, and so which reads
 - row:     along a tile row first. Neighbours share rows of x and read different weights.
 - column:  along a tile column first. Neighbours share weights (where their tile rows have the same expert).
 - grouped: bands of group_m tile rows, each walked column by column. group_m = 1 is row, group_m >= tile_rows is column.
+- popular: expert by expert, the one with the most slots first, each expert's tile rows walked column by column. The
+           tile rows are numbered so by the plan (`shared.planning.plan(..., popularity=...)`), and a tile's place
+           depends on how many tile rows each expert has: `expert_rows`.
 
 `published_2024` is the column-major mapping of the article "Accelerating MoE model inference with Locality-Aware
 Kernel Design" (PyTorch blog, 2024) as its code had it: the two divisors are exchanged, so most tiles are never visited.
@@ -14,17 +17,30 @@ It is a counter-example. Reports: meta-pytorch/applied-ai issue 25, pull request
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shared.checks import ArgumentError, check_name
 
-ORDERS = ("row", "column", "grouped")
+GRID_ORDERS = ("row", "column", "grouped")
+"""Orders that need only the size of the grid."""
+ORDERS = GRID_ORDERS
 Tile = tuple[int, int]
 
 
-def tile(order: str, pid: int, tile_rows: int, tile_cols: int, group_m: int = 8) -> Tile:
-    """(tile row, tile column) of program `pid`, 0 <= pid < tile_rows * tile_cols."""
-    check_name("order", order, ORDERS)
+def tile(
+    order: str,
+    pid: int,
+    tile_rows: int,
+    tile_cols: int,
+    group_m: int = 8,
+    expert_rows: Sequence[int] | None = None,
+) -> Tile:
+    """(tile row, tile column) of program `pid`, 0 <= pid < tile_rows * tile_cols.
+
+    expert_rows: for `popular`, how many tile rows each expert fills, in the order of the tile rows; they add up to
+                 tile_rows. None: one each, which makes it `row`.
+    """
+    check_name("order", order, (*GRID_ORDERS, "popular"))
     if not 0 <= pid < tile_rows * tile_cols:
         raise ArgumentError(f"pid: got {pid}; allowed: 0 to {tile_rows * tile_cols - 1} ({tile_rows}x{tile_cols})")
     if group_m < 1:
@@ -33,16 +49,29 @@ def tile(order: str, pid: int, tile_rows: int, tile_cols: int, group_m: int = 8)
         return pid // tile_cols, pid % tile_cols
     if order == "column":
         return pid % tile_rows, pid // tile_rows
+    if order == "popular":
+        rows_of = [1] * tile_rows if expert_rows is None else list(expert_rows)
+        if sum(rows_of) != tile_rows or min(rows_of) < 1:
+            raise ArgumentError(f"expert_rows: got {rows_of}; allowed: positive numbers that add up to {tile_rows}")
+        first_row = 0
+        for rows in rows_of:
+            if pid < (first_row + rows) * tile_cols:
+                break
+            first_row += rows
+        within = pid - first_row * tile_cols
+        return first_row + within % rows, within // rows
     band = group_m * tile_cols
     first_row = pid // band * group_m
     rows = min(group_m, tile_rows - first_row)
     return first_row + pid % band % rows, pid % band // rows
 
 
-def walk(order: str, tile_rows: int, tile_cols: int, group_m: int = 8) -> Iterator[Tile]:
+def walk(
+    order: str, tile_rows: int, tile_cols: int, group_m: int = 8, expert_rows: Sequence[int] | None = None
+) -> Iterator[Tile]:
     """The tiles of a grid in the order in which programs are numbered."""
     for pid in range(tile_rows * tile_cols):
-        yield tile(order, pid, tile_rows, tile_cols, group_m)
+        yield tile(order, pid, tile_rows, tile_cols, group_m, expert_rows)
 
 
 def published_2024(pid: int, grid_m: int, grid_n: int) -> Tile:

@@ -19,16 +19,21 @@ class Plan:
     sorted_slot (R * block_m,)  slot of each row of the sorted, padded matrix; S where the row is padding
     tile_expert (R,)            expert of each tile row; -1 for rows of -1 slots, and past the tile rows in use
     tile_rows   (1,)            tile rows in use
+    tile_span   (R, 2)          first tile row of the expert (or of the -1 slots) that each tile row belongs to, and how
+                                many it has; past the tile rows in use, (the row itself, 1)
     """
 
     sorted_slot: np.ndarray
     tile_expert: np.ndarray
     tile_rows: np.ndarray
+    tile_span: np.ndarray
 
 
-def plan(topk_ids: np.ndarray, experts: int, block_m: int) -> Plan:
+def plan(topk_ids: np.ndarray, experts: int, block_m: int, popularity: np.ndarray | None = None) -> Plan:
     """Plan for topk_ids (T, top_k), int, each in [-1, E). Within an expert, slots keep their order; -1 slots come last.
 
+    popularity: (E,) int32, for tile order `popular`: experts come by falling popularity, equal ones by number. Slot
+                counts of this routing (`expert_counts`) or of earlier steps. None: experts come by number.
     Tile rows of -1 slots are in use: they are where the output's zero rows are written.
     """
     ids = topk_ids.reshape(-1)
@@ -36,14 +41,17 @@ def plan(topk_ids: np.ndarray, experts: int, block_m: int) -> Plan:
     max_tile_rows = _max_tile_rows(slots, experts, block_m)
     sorted_slot = np.full(max_tile_rows * block_m, slots, np.int32)
     tile_expert = np.full(max_tile_rows, -1, np.int32)
+    tile_span = np.stack([np.arange(max_tile_rows), np.ones(max_tile_rows)], axis=1).astype(np.int32)
+    by_popularity = range(experts) if popularity is None else np.argsort(-popularity.astype(np.int64), kind="stable")
     row = 0
-    for bucket in [*range(experts), -1]:
+    for bucket in [*by_popularity, -1]:
         members = np.flatnonzero(ids == bucket)
         sorted_slot[row * block_m : row * block_m + members.size] = members
         rows = ceil_div(members.size, block_m)
         tile_expert[row : row + rows] = bucket
+        tile_span[row : row + rows] = row, rows
         row += rows
-    return Plan(sorted_slot, tile_expert, np.array([row], np.int32))
+    return Plan(sorted_slot, tile_expert, np.array([row], np.int32), tile_span)
 
 
 def expert_counts(topk_ids: np.ndarray, experts: int) -> np.ndarray:

@@ -136,8 +136,8 @@ def jax_plan(ids: np.ndarray, experts: int, block_m: int) -> Plan:
     made = planner(jax.numpy.asarray(ids), experts, block_m)
     arrays = [np.asarray(array) for array in made]
     # `position` is the inverse of sorted_slot
-    assert np.array_equal(arrays[0][arrays[3]], np.arange(ids.size))
-    return Plan(*arrays[:3])
+    assert np.array_equal(arrays[0][arrays[4]], np.arange(ids.size))
+    return Plan(*arrays[:4])
 
 
 def assert_equal(made: Plan, ids: np.ndarray, experts: int, block_m: int) -> None:
