@@ -27,6 +27,8 @@ def missing_packages() -> str | None:
 
 def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIMIT) -> str | None:
     """Why the kernel cannot honour this combination; None if it can. `limit`: the GPU's shared memory per block."""
+    if config.split_k > 1:
+        return f"config.split_k: got {config.split_k}; allowed: 1"
     if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
         return (
             f"config.block_k: got {config.block_k} with one weight scale per {SCALE_BLOCK}x{SCALE_BLOCK} block; "
