@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any
 
 from backends import arrays, tuning
@@ -65,6 +67,23 @@ def moe_gemm(
     Raises, before anything is launched: ArgumentError (a ValueError) naming the argument, what was given and what is
     allowed; DtypeError (also a TypeError) for a dtype; BackendUnavailable with the remedy.
     """
+    options: dict[str, Any] = {
+        "mode": mode, "order": order, "backend": backend, "interpret": interpret, "validate": validate
+    }  # fmt: skip
+    if "torch" in sys.modules:
+        from backends import torch_op
+
+        given = (x, w, topk_ids, w_scale, topk_weight, None)
+        if torch_op.recording(given):
+            return torch_op.call(given, config, **options)
+    return unrecorded(x, w, topk_ids, w_scale, topk_weight, config=config, **options)
+
+
+def unrecorded(
+    x: Any, w: Any, topk_ids: Any, w_scale: Any, topk_weight: Any, *, config: Config | None, mode: str | None,
+    order: str, backend: str, interpret: bool, validate: bool,
+) -> Any:  # fmt: skip
+    """`moe_gemm` itself. What records torch operators sees it from outside only (backends/torch_op.py)."""
     check_name("order", order, ORDERS)
     module = load(backend)
     given = {"x": x, "w": w, "topk_ids": topk_ids, "w_scale": w_scale, "topk_weight": topk_weight}
@@ -75,7 +94,10 @@ def moe_gemm(
     problem = check_arguments(**spec, mode=mode)  # type: ignore[arg-type]
     kind = spec["x"].kind  # type: ignore[union-attr]
     _check_strides(spec, module)
-    _check_no_gradient(given)
+    if kind == "torch":
+        from backends import torch_op
+
+        torch_op.check_no_gradient(given)
     traced = any(arrays.is_traced(array) for array in given.values() if array is not None)
     if traced and module.FRAMEWORK != "jax":
         raise ArgumentError(f"backend: got {backend} under jax.jit; allowed there: the JAX backends")
@@ -86,10 +108,14 @@ def moe_gemm(
 
     if config is not None and not isinstance(config, Config):
         raise ArgumentError(f"config: got {type(config).__name__}; allowed: backends.Config or None")
-    config = config or config_for(problem, backend=backend)
-    refusal = module.unsupported(problem, config)
+    asked_config = config
+    config = config or config_for(problem, backend=backend, gpu=_gpu_name(x))
+    with arrays.current_device(x):
+        refusal = module.unsupported(problem, config)
     if refusal is not None:
         raise ArgumentError(refusal)
+    if spec["x"].device == "meta":  # type: ignore[union-attr]
+        return x.new_empty((problem.tokens, problem.top_k, problem.n))
     reason = module.unavailable(interpret=interpret)
     if reason is not None:
         raise BackendUnavailable(f"backend {backend} cannot run here: {reason}")
@@ -108,8 +134,16 @@ def moe_gemm(
         None if array is None else arrays.to_framework(array, module.FRAMEWORK, on_gpu=not interpret)
         for array in given.values()
     ]
-    y = module.moe_gemm(*native, problem=problem, order=order, config=config, interpret=interpret)
-    return arrays.from_framework(y, kind)
+    run = functools.partial(module.moe_gemm, problem=problem, order=order, config=config, interpret=interpret)
+    if traced:
+        from backends import jax_rules
+
+        again = functools.partial(
+            unrecorded, mode=mode, order=order, config=asked_config, backend=backend, interpret=interpret,
+            validate=validate,
+        )  # fmt: skip
+        return jax_rules.call(run, again, given)
+    return arrays.from_framework(run(*native), kind)
 
 
 def choose_config(problem: Problem, *, backend: str = "torch-triton", gpu: str | None = None) -> Choice:
@@ -139,26 +173,17 @@ def _check_strides(spec: dict[str, Any], module: Backend) -> None:
                 )
 
 
-def _check_no_gradient(given: dict[str, Any]) -> None:
-    for name, array in given.items():
-        if getattr(array, "requires_grad", False):
-            import torch
-
-            if torch.is_grad_enabled():
-                raise ArgumentError(
-                    f"{name}: got a tensor that requires a gradient; allowed: none, moe_gemm has no backward "
-                    "(detach it, or call under torch.no_grad())"
-                )
-
-
-def _gpu_name() -> str | None:
-    """Name of the GPU in this machine, from whichever framework is loaded; None without one."""
-    import sys
-
-    torch = sys.modules.get("torch")
+def _gpu_name(x: Any = None) -> str | None:
+    """Name of the GPU that x is on; where it is on none, of the first one that a loaded framework sees; else None."""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(x, torch.Tensor) and x.is_cuda:
+        return torch.cuda.get_device_name(x.device)
+    if jax is not None and isinstance(x, jax.Array) and not arrays.is_traced(x):
+        (device,) = x.devices()
+        if device.platform == "gpu":
+            return device.device_kind
     if torch is not None and torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    jax = sys.modules.get("jax")
     if jax is not None and jax.default_backend() == "gpu":
         return jax.devices()[0].device_kind
     return None

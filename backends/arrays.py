@@ -6,6 +6,7 @@ ml_dtypes) share memory with the CPU; for a GPU they are copied to it, and the r
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -34,6 +35,14 @@ def is_traced(array: Any) -> bool:
     """Whether this is a JAX tracer, whose values and device are not known yet."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(array, jax.core.Tracer)
+
+
+def current_device(array: Any) -> contextlib.AbstractContextManager[Any]:
+    """Makes the GPU of a torch tensor torch's current one; other arrays leave it as it is."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(array, torch.Tensor):
+        return contextlib.nullcontext()
+    return torch.cuda.device_of(array)
 
 
 def describe(name: str, array: Any) -> ArraySpec:
@@ -99,7 +108,9 @@ def to_framework(array: Any, framework: str, *, on_gpu: bool) -> Any:
         return torch.from_dlpack(array)
     import jax
 
-    return jax.dlpack.from_dlpack(array)
+    # DLPack refuses tensors that require a gradient, under torch.no_grad() too, and those of a GPU that is not current.
+    with current_device(array):
+        return jax.dlpack.from_dlpack(array.detach())
 
 
 def from_framework(array: Any, kind: str) -> Any:

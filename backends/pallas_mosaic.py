@@ -37,6 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from backends import jax_plan
 from backends.compiled import Compiled
+from backends.registry import BackendUnavailable
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
 
@@ -64,9 +65,12 @@ def unavailable(*, interpret: bool) -> str | None:
     if interpret:
         return None
     try:
-        device = jax.devices("gpu")[0]
+        return _not_hopper(jax.devices("gpu")[0])
     except RuntimeError:
         return "JAX sees no GPU: install jax[cuda13] on a machine with a Hopper GPU, or pass interpret=True"
+
+
+def _not_hopper(device: jax.Device) -> str | None:
     capability = str(getattr(device, "compute_capability", "unknown"))
     if capability != "9.0":
         return (
@@ -142,7 +146,9 @@ def moe_gemm(
     fill: what the kernel's output buffer holds beforehand (tests pass NaN, so that an unwritten element shows).
     Traceable by `jax.jit`; plans, gathers and, for fp8-w8a8, quantises x on the device.
     """
-    blocks = INTERPRETER_BLOCKS if interpret else _sms() * blocks_per_sm(problem, config)
+    if not interpret and not isinstance(x, jax.core.Tracer) and (refusal := _not_hopper(next(iter(x.devices())))):
+        raise BackendUnavailable(f"backend {NAME} cannot run on {next(iter(x.devices()))}: {refusal}")
+    blocks = INTERPRETER_BLOCKS if interpret else _sms(x) * blocks_per_sm(problem, config)
     # As an array: a NaN equals nothing, so as a static argument it would be traced anew on every call.
     fill_value = None if fill is None else jnp.asarray(fill, x.dtype)
     return _moe_gemm(x, w, topk_ids, w_scale, topk_weight, fill_value, problem, order, config, interpret, blocks)
@@ -369,8 +375,11 @@ def _next_stage(stage: jax.Array, stages: int) -> jax.Array:
     return jnp.where(stage + 1 == stages, 0, stage + 1)
 
 
-def _sms() -> int:
-    """SMs of the device that is compiled for: an abstract one while compiling without a GPU."""
+def _sms(x: jax.Array) -> int:
+    """SMs of the device that x is on. Under a trace, which does not know it yet: of the abstract device while compiling
+    without a GPU, else of the first GPU."""
+    if not isinstance(x, jax.core.Tracer):
+        return next(iter(x.devices())).core_count
     if abstract := jax.sharding.get_abstract_mesh().abstract_device:
         return abstract.num_cores
     return jax.devices("gpu")[0].core_count

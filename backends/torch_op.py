@@ -1,0 +1,132 @@
+"""`moe_gemm` as an operator of PyTorch, `moe_tile_order::moe_gemm`: for what records operators instead of running them.
+
+torch.compile, torch.export, FakeTensorMode, make_fx and torch.func's transformations see one operator: its shape rule,
+its batching rule, and that it has no gradient. Running it is the ordinary call, with all its checks. The door goes this
+way only when somebody records (`recording`), as an operator costs the host more than a function does.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import forward_ad
+
+from backends import batching
+from shared.checks import ArgumentError, no_gradient
+from shared.config import Config
+
+_NAMES = ("x", "w", "topk_ids", "w_scale", "topk_weight", "popularity")
+_CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(Config))
+
+
+def recording(given: Sequence[Any]) -> bool:
+    """Whether an operator has to be seen here: while compiling, exporting or tracing, under a mode that intercepts
+    operators (FakeTensorMode, make_fx), and on tensors that do (torch.func's, FakeTensor, DTensor)."""
+    if torch.compiler.is_compiling():
+        return True
+    tensors = [array for array in given if isinstance(array, torch.Tensor)]
+    return bool(tensors) and (
+        torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing() or any(map(_intercepts, tensors))
+    )
+
+
+def _intercepts(tensor: torch.Tensor) -> bool:
+    return type(
+        tensor
+    ).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or torch._C._functorch.is_functorch_wrapped_tensor(
+        tensor
+    )
+
+
+def call(given: Sequence[Any], config: Config | None, **options: Any) -> torch.Tensor:
+    """The operator on the door's arguments; given: arrays in the order of _NAMES, None where there is none.
+
+    TorchDynamo traces this: plain Python, and nothing that reads a shape.
+    """
+    by_name = dict(zip(_NAMES, given, strict=True))
+    for name, array in by_name.items():
+        required = name in _NAMES[:3]
+        if not isinstance(array, torch.Tensor) and (required or array is not None):
+            raise ArgumentError(f"{name}: got {type(array).__name__} under torch.compile; allowed there: torch.Tensor")
+    check_no_gradient(by_name)
+    if config is not None and not isinstance(config, Config):
+        raise ArgumentError(f"config: got {type(config).__name__}; allowed: backends.Config or None")
+    fields = [f"{name!r}: {getattr(config, name)!r}" for name in _CONFIG_FIELDS] if config is not None else []
+    values = [f"{name!r}: {value!r}" for name, value in options.items()]
+    text = "{" + ", ".join([*values, "'config': {" + ", ".join(fields) + "}"]) + "}"
+    return operator(*given, text)
+
+
+def check_no_gradient(given: dict[str, Any]) -> None:
+    """ArgumentError where autograd or forward-mode differentiation would have to go through the call."""
+    for name, tensor in given.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(no_gradient(name, "a tensor that requires a gradient"))
+        if forward_ad._current_level >= 0 and tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ArgumentError(no_gradient(name, "a tensor with a tangent (forward-mode differentiation)"))
+
+
+@torch.library.custom_op(
+    "moe_tile_order::moe_gemm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor w, Tensor topk_ids, Tensor? w_scale, Tensor? topk_weight, Tensor? popularity, "
+    "str options) -> Tensor",
+    # x keeps the strides that the caller gave it: backends of JAX refuse rows with gaps, which Inductor likes to make.
+    tags=(torch.Tag.needs_exact_strides,),
+)
+def operator(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w_scale: torch.Tensor | None,
+    topk_weight: torch.Tensor | None,
+    popularity: torch.Tensor | None,
+    options: str,
+) -> torch.Tensor:
+    """options: the door's other arguments as a Python literal, {"mode": None, "order": "row", ..., "config": {...}}.
+    config {} means None."""
+    from backends import unrecorded
+
+    return unrecorded(x, w, topk_ids, w_scale, topk_weight, **_keywords(options))
+
+
+def _keywords(options: str) -> dict[str, Any]:
+    keywords = ast.literal_eval(options)
+    fields = keywords.pop("config")
+    return {**keywords, "config": Config.from_mapping(fields) if fields else None}
+
+
+@operator.register_fake
+def _shape(
+    x: Any, w: Any, topk_ids: Any, w_scale: Any, topk_weight: Any, popularity: Any, options: str
+) -> torch.Tensor:
+    """y (T, top_k, N). Sizes may be symbolic, so ranks are all that is checked before the call runs."""
+    for name, array, rank in (("x", x, 2), ("w", w, 3), ("topk_ids", topk_ids, 2)):
+        if array.ndim != rank:
+            raise ArgumentError(f"{name}: got rank {array.ndim}; allowed: rank {rank}")
+    return x.new_empty((x.shape[0], topk_ids.shape[1], w.shape[1]))
+
+
+@operator.register_vmap
+def _batched(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> tuple[torch.Tensor, int]:
+    *arrays, options = given
+    # The batch axis first; strides as they come, since the operator's rules on them are about x and w as given.
+    moved = [a if d is None or a is None else a.movedim(d, 0) for a, d in zip(arrays, in_dims, strict=False)]
+    batched = {name: dim is not None for name, dim in zip(_NAMES, in_dims, strict=False)}
+    calls = torch.arange(info.batch_size, dtype=torch.int32, device=arrays[2].device)
+    one = batching.fold(dict(zip(_NAMES, moved, strict=True)), batched, calls, torch)
+    y = operator(*(one[name] for name in _NAMES), options)
+    return y.reshape(info.batch_size, moved[2].shape[-2], *y.shape[1:]), 0
+
+
+def _refuse_gradient(ctx: Any, inputs: tuple[Any, ...], output: Any) -> NoReturn:
+    """Called by autograd before the result is handed out, so that the call fails and not a later backward()."""
+    names = [name for name, array in zip(_NAMES, inputs, strict=False) if getattr(array, "requires_grad", False)]
+    raise ArgumentError(no_gradient(names[0] if names else "x", "a tensor that requires a gradient"))
+
+
+operator.register_autograd(lambda ctx, gradient: None, setup_context=_refuse_gradient)
