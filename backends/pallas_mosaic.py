@@ -94,6 +94,8 @@ def unsupported(problem: Problem, config: Config) -> str | None:
         return "config.num_stages: got 1; allowed: 2 or more (one stage is read while another is filled)"
     if config.block_k * problem.w_itemsize < 32:
         return f"config.block_k: got {config.block_k}; allowed: {32 // problem.w_itemsize} or more (one wgmma's depth)"
+    if config.split_k > 1:
+        return f"config.split_k: got {config.split_k}; allowed: 1 (this backend does not split K yet)"
     accumulator = config.block_n * config.block_m // 128
     if accumulator > 128:
         return f"config {config} needs {accumulator} accumulator registers a thread; allowed: 128 (128x128)"
