@@ -1,0 +1,131 @@
+"""The verbs that answer why: counters (and, beside it, what they are set against)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shared.checks import ArgumentError
+
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def add_to(app: typer.Typer) -> None:
+    for verb in (counters,):
+        app.command()(verb)
+
+
+def counters(
+    model: Annotated[str, typer.Option(help="a model of shared/data/models.json")] = "mixtral-8x7b",
+    gemm: Annotated[str, typer.Option(help="gate-up or down")] = "gate-up",
+    tp: Annotated[int | None, typer.Option(help="tensor-parallel degree; default: as the model is served")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="batch size; may be repeated (default 8)")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="may be repeated (default fp16)")] = None,
+    order: Annotated[list[str] | None, typer.Option(help="may be repeated (default row and column)")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="may be repeated (default torch-triton)")] = None,
+    config: Annotated[str | None, typer.Option(help="JSON of a Config; default: the best known one")] = None,
+    routing: Annotated[str, typer.Option(help="uniform, zipf-EXPONENT, one-expert, or a .npy file")] = "uniform",
+    seed: Annotated[int, typer.Option(help="of routing and data")] = 0,
+    cache: Annotated[str, typer.Option(help="ncu's cache control: all (flush before each replay) or none")] = "all",
+    source: Annotated[Path | None, typer.Option("--from", help="read ncu's saved CSV instead of running")] = None,
+    model_points: Annotated[
+        bool, typer.Option("--model-points", help="the committed points: cache model, article, all backends")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="JSON lines to append to; points it holds are not run again")] = None,
+    keep: Annotated[Path | None, typer.Option(help="keep ncu's CSV here")] = None,
+    as_json: Json = False,
+) -> None:
+    """Hardware counters of single launches, beside the bytes that had to be read. Needs ncu."""
+    from bench import counters
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    try:
+        if source is not None:
+            rows: list[dict[str, Any]] = counters.parse(source.read_text(encoding="utf-8"))
+        elif model_points:
+            target = out or Path("counters.jsonl")
+            counters.collect(_model_points(), target, say=say, keep=keep)
+            rows = counters.read(target)
+        else:
+            points = _points(
+                model, gemm, tp, tokens or [8], dtype or ["fp16"], order or ["row", "column"],
+                backend or ["torch-triton"], config, routing, seed,
+            )  # fmt: skip
+            if out is not None:
+                counters.collect(points, out, say=say, keep=keep)
+                rows = counters.read(out)
+            else:
+                rows = counters.measure(points, cache=cache, say=say, keep=keep)
+    except (counters.CountersUnavailable, ValueError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+    else:
+        _show(counters.launch_table(rows) if source is not None else counters.table(rows))
+
+
+def _points(
+    model: str, gemm: str, tp: int | None, tokens: list[int], dtypes: list[str], orders: list[str], names: list[str],
+    config: str | None, routing: str, seed: int,
+) -> list[Any]:  # fmt: skip
+    import backends
+    from bench.machine import smi
+    from bench.points import Point
+    from shared.config import Config
+    from shared.models import model as find
+
+    points = []
+    for dtype in dtypes:
+        for batch in tokens:
+            problem = find(model).problem(gemm, batch, dtype, tp=tp)
+            for backend in names:
+                if config is not None:
+                    chosen = Config.from_json(config)
+                else:
+                    chosen = backends.config_for(problem, backend=backend, gpu=smi(("name",)).get("name"))
+                refusal = backends.load(backend).unsupported(problem, chosen)
+                if refusal is not None:
+                    raise ArgumentError(refusal)
+                for order in orders:
+                    points.append(
+                        Point(
+                            model=model,
+                            gemm=gemm,
+                            tp=tp,
+                            tokens=batch,
+                            dtype=dtype,
+                            routing=routing,
+                            seed=seed,
+                            backend=backend,
+                            order=order,
+                            config=chosen,
+                        )
+                    )
+    return points
+
+
+def _model_points() -> list[Any]:
+    from bench.cache_points import article_points, groups, other_points
+
+    return [*article_points(), *(point for group in groups() for point in group.points), *other_points()]
+
+
+def _show(table: tuple[list[str], list[list[str]]]) -> None:
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    headings, lines = table
+    drawn = Table()
+    for heading in headings:
+        drawn.add_column(heading)
+    for line in lines:
+        drawn.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 200).print(drawn)
