@@ -14,6 +14,7 @@ import typer
 
 from bench import evidence_cli, results
 from bench.fuzz import command as fuzz_command
+from bench.sanitize import command as sanitize_command
 from shared.checks import ArgumentError
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 evidence_cli.add_to(app)
 fuzz_command.add_to(app)
+sanitize_command.add_to(app)
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -80,62 +82,6 @@ def compare(
     if not path.exists():
         raise typer.Exit(code or 1)
     _print_table(path, as_json)
-    raise typer.Exit(code)
-
-
-@app.command()
-def sanitize(
-    tool: Annotated[
-        list[str] | None, typer.Option(help="memcheck, racecheck, initcheck, synccheck; default: all")
-    ] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="by name; default: all")] = None,
-    keyword: Annotated[str, typer.Option("-k", help="expression over ids: 'ragged and not bf16'")] = "",
-    full: Annotated[bool, typer.Option("--full", help="every variant under every tool, not memcheck alone")] = False,
-    jobs: Annotated[int, typer.Option(help="processes at once")] = max(1, min(8, (os.cpu_count() or 2) // 2)),
-    timeout: Annotated[float, typer.Option(help="seconds after which a process is stopped")] = 400,
-    out: Annotated[Path | None, typer.Option(help="JSON file, kept up to date while the run goes on")] = None,
-    as_json: Json = False,
-) -> None:
-    """Run the kernels under NVIDIA's compute-sanitizer; first it has to catch planted faults. Exit 1: not clean."""
-    from backends.registry import BACKENDS
-    from bench.sanitize import matrix, run, sanitizer
-    from bench.sanitize import report as reports
-    from shared.checks import check_name
-
-    tools = [name for item in tool or matrix.TOOLS for name in item.split(",")]
-    backends = [name for item in backend or BACKENDS for name in item.split(",")]
-    try:
-        for name in tools:
-            check_name("--tool", name, matrix.TOOLS)
-        for name in backends:
-            check_name("--backend", name, BACKENDS)
-        matrix.matcher(keyword)
-    except ArgumentError as error:
-        _fail(str(error))
-    path = sanitizer.executable()
-    if path is None:
-        _fail(sanitizer.REMEDY)
-    if not _has_gpu():
-        _fail(sanitizer.NO_GPU)
-    launch = sanitizer.Sanitizer(path)
-    keeper = reports.Keeper(out, reports.started(launch))
-
-    def say(line: str) -> None:
-        typer.echo(line, err=as_json)
-
-    code = 130
-    try:
-        run.run(
-            launch, tools=tools, backends=backends, keyword=keyword, full=full, jobs=jobs, seconds=timeout, say=say,
-            keep=keeper,
-        )  # fmt: skip
-        code = 0 if reports.passed(keeper.report) else 1
-    except ArgumentError as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
-        say("interrupted")
-    if keeper.report:
-        typer.echo(json.dumps(keeper.report) if as_json else reports.text(keeper.report))
     raise typer.Exit(code)
 
 
