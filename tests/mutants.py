@@ -114,7 +114,7 @@ class Verdict:
 
 
 def copy_tree(folder: Path) -> None:
-    for name in ("shared", "backends", "tests"):
+    for name in ("shared", "backends", "bench", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     shutil.copy(ROOT / "pyproject.toml", folder)
 
