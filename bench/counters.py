@@ -130,10 +130,7 @@ def measure(
 
 
 def _kernel_pattern(points: Iterable[Point]) -> str:
-    from backends.registry import load
-
-    names = sorted({load(point.backend).KERNEL_NAME for point in points})
-    return f"^({'|'.join(names)})$"
+    return "|".join(sorted({_kernel_name(point) for point in points}))  # frameworks add to the name on both sides
 
 
 def available_metrics(ncu: str) -> list[str]:
@@ -188,22 +185,30 @@ def join(
 ) -> list[dict[str, Any]]:
     """Points with what the child told of them and, in the order of launching, their counters.
 
-    Raises ValueError where there are more or fewer counted launches than the child made.
+    A launch belongs to the next point whose kernel has its name; a point whose launch ncu did not count has `failed`.
+    Raises ValueError where a counted launch belongs to no point.
     """
-    launched = sum(fact["launches"] for fact in facts)
-    if launched != len(launches):
-        raise ValueError(f"ncu counted {len(launches)} launches, the child made {launched}")
-    rows, next_launch = [], 0
+    rows = []
+    waiting = list(launches)
     for point, fact in zip(points, facts, strict=False):
         row = {"id": point.id, "point": point.to_mapping(), "cache_control": cache, **fact}
-        if fact["launches"]:
-            row |= launches[next_launch]
-            next_launch += fact["launches"]
+        if fact["launches"] and waiting and _kernel_name(point) in str(waiting[0]["kernel"]):
+            row |= waiting.pop(0)
             row |= judged(point, row)
+        elif fact["launches"]:
+            row |= {"launches": 0, "failed": f"ncu counted no launch of {_kernel_name(point)} for it"}
         rows.append(row)
+    if waiting:
+        raise ValueError(f"ncu counted {len(waiting)} launches of {waiting[0]['kernel']} that belong to no point")
     for point in points[len(facts) :]:
         rows.append({"id": point.id, "point": point.to_mapping(), "failed": "the child ended before it", "launches": 0})
     return rows
+
+
+def _kernel_name(point: Point) -> str:
+    from backends.registry import load
+
+    return load(point.backend).KERNEL_NAME
 
 
 def judged(point: Point, row: dict[str, Any]) -> dict[str, Any]:
