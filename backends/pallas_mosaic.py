@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,14 @@ copies whole columns, so a row of w and of x is a multiple of the width."""
 SHARED_ALIGNMENT = 1024
 """Bytes: each shared-memory array starts at a multiple of this (the period of the 128-byte swizzle)."""
 
-Tile = tuple[jax.Array, jax.Array, jax.Array]
+
+class Tile(NamedTuple):
+    """An output tile, or one part of its K; each an int32."""
+
+    row: jax.Array
+    col: jax.Array
+    part: jax.Array  # which of the parts of K
+    expert: jax.Array
 
 
 def unavailable(*, interpret: bool) -> str | None:
@@ -94,8 +102,6 @@ def unsupported(problem: Problem, config: Config) -> str | None:
         return "config.num_stages: got 1; allowed: 2 or more (one stage is read while another is filled)"
     if config.block_k * problem.w_itemsize < 32:
         return f"config.block_k: got {config.block_k}; allowed: {32 // problem.w_itemsize} or more (one wgmma's depth)"
-    if config.split_k > 1:
-        return f"config.split_k: got {config.split_k}; allowed: 1 (this backend does not split K yet)"
     accumulator = config.block_n * config.block_m // 128
     if accumulator > 128:
         return f"config {config} needs {accumulator} accumulator registers a thread; allowed: 128 (128x128)"
@@ -116,7 +122,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     arrays = (
         config.num_stages * config.block_m * config.block_k * problem.x_itemsize,
         config.num_stages * config.block_n * config.block_k * problem.w_itemsize,
-        config.block_m * config.block_n * 2,
+        config.block_m * config.block_n * _sum_dtype(problem, config).itemsize,
     )
     return sum(_round_up(size, SHARED_ALIGNMENT) for size in arrays) + _round_up(8 * config.num_stages, 128)
 
@@ -142,10 +148,13 @@ def moe_gemm(
     config: Config,
     interpret: bool = False,
     fill: float | None = None,
+    popularity: jax.Array | None = None,
 ) -> jax.Array:
     """y (T, top_k, N) in the dtype of x; arguments as in `shared.problem`, checked by the caller, T >= 1.
 
-    fill: what the kernel's output buffer holds beforehand (tests pass NaN, so that an unwritten element shows).
+    fill:       what the kernel's output buffer holds beforehand (tests pass NaN, so that an unwritten element shows).
+                Where the parts of a split K are added up in that buffer, it holds zeros and nothing else.
+    popularity: (E,) int32, read by order "popular" alone; None: the slot counts of this call.
     Traceable by `jax.jit`; plans, gathers and, for fp8-w8a8, quantises x on the device.
     """
     if not interpret and not isinstance(x, jax.core.Tracer) and (refusal := _not_hopper(next(iter(x.devices())))):
@@ -153,12 +162,14 @@ def moe_gemm(
     blocks = INTERPRETER_BLOCKS if interpret else _sms(x) * blocks_per_sm(problem, config)
     # As an array: a NaN equals nothing, so as a static argument it would be traced anew on every call.
     fill_value = None if fill is None else jnp.asarray(fill, x.dtype)
-    return _moe_gemm(x, w, topk_ids, w_scale, topk_weight, fill_value, problem, order, config, interpret, blocks)
+    arrays = x, w, topk_ids, w_scale, topk_weight, popularity, fill_value
+    return _moe_gemm(*arrays, problem, order, config, interpret, blocks)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "order", "config", "interpret", "blocks"))
-def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, fill, problem, order, config, interpret, blocks):
-    plan = jax_plan.plan(topk_ids, problem.experts, config.block_m)
+def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, popularity, fill, problem, order, config, interpret, blocks):
+    popular = order == "popular"
+    plan = jax_plan.plan(topk_ids, problem.experts, config.block_m, popular=popular, popularity=popularity)
     x, x_scale = jax_plan.prepare_tokens(x, problem)
     row_scale = None if x_scale is None else _gather(x_scale, plan.sorted_slot // problem.top_k)
     if topk_weight is not None:
@@ -175,56 +186,76 @@ def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, fill, problem, order, config
     x_rows = _gather(x, plan.sorted_slot // problem.top_k)
     # Tile rows of -1 slots come after all others, and the gather below puts their zeros.
     tile_rows = jnp.sum(plan.tile_expert >= 0, dtype=jnp.int32, keepdims=True)
+    tile_span = plan.tile_span if popular else None
     gemm = _kernel(problem, order, config, blocks, interpret)
-    y_rows = gemm(tile_rows, plan.tile_expert, x_rows, w, row_scale, w_scale, fill=fill)
-    y = y_rows[plan.position, : problem.n].reshape(problem.tokens, problem.top_k, problem.n)
+    y_rows = gemm(tile_rows, plan.tile_expert, tile_span, x_rows, w, row_scale, w_scale, fill=fill)
+    # One matrix, or one for each part of K, added in this order.
+    slot_rows = [part[plan.position, : problem.n] for part in y_rows.reshape(-1, *y_rows.shape[-2:])]
+    y = functools.reduce(jnp.add, slot_rows).astype(problem.activation)
+    y = y.reshape(problem.tokens, problem.top_k, problem.n)
     has_expert = (topk_ids >= 0) & (topk_ids < problem.experts)
     return jnp.where(has_expert[:, :, None], y, 0)
 
 
 def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret: bool) -> Callable:
-    """The GEMM by `blocks` thread blocks: (tile_rows, tile_expert, x_rows, w, row_scale, w_scale) -> y_rows.
+    """The GEMM by `blocks` blocks: (tile_rows, tile_expert, tile_span, x_rows, w, row_scale, w_scale) -> y_rows.
 
     tile_rows (1,) int32      tile rows with an expert: the first ones; others are not touched
     tile_expert (R,) int32    expert of each tile row
+    tile_span (R, 2) int32    for order "popular", else None: the expert's first tile row, and how many it has
     x_rows (R * block_m, K)   rows of x sorted by expert
     w (E, N, K)               N a multiple of 8, K of 32 bytes, no less than block_n and block_k
     row_scale (R * block_m,)  float32 or None: activation scale times routing weight
     w_scale                   float32 or None: (E, tile_cols * block_n) or (E, ceil(N/128), ceil(K/128))
-    y_rows (R * block_m, >=N) what lies past N is not to be read
+    y_rows (R * block_m, >=N) what lies past N is not to be read; (parts, R * block_m, >=N) where the parts of K are
+                              kept apart
     """
     block_m, block_n, block_k, stages = config.block_m, config.block_n, config.block_k, config.num_stages
     k_steps = ceil_div(problem.k, block_k)
     tile_cols = problem.tile_cols(block_n)
-    y_dtype = jnp.dtype(problem.activation)
+    parts, steps_per_part = _parts(problem, config), config.k_steps_per_split(problem.k)
+    y_dtype = _sum_dtype(problem, config)
+    adds_up = parts > 1 and config.reduction != "two-pass"
+    # Pallas's interpreter has no adding store. There, parts are kept apart in y_dtype and added afterwards.
+    apart = parts > 1 and (interpret or not adds_up)
     block_scaled = problem.scale_layout == "block"
     widens = problem.dtype == "fp8-w8a16"
 
     def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled, wide_smem=None):
-        rows_gmem, expert_gmem, x_gmem, w_gmem, row_scale_gmem, w_scale_gmem = inputs
+        rows_gmem, expert_gmem, span_gmem, x_gmem, w_gmem, row_scale_gmem, w_scale_gmem = inputs
         tile_rows = rows_gmem[0]
+        tiles = tile_rows * tile_cols
         block = lax.axis_index("block")
-        my_tiles = lax.div(tile_rows * tile_cols - block + (blocks - 1), jnp.int32(blocks))
+        my_tiles = lax.div(tiles * parts - block + (blocks - 1), jnp.int32(blocks))
 
         # Locate tile
         def locate(i: jax.Array) -> Tile:
-            row, col = _tile(order, block + i * blocks, tile_rows, tile_cols, config.group_m)
-            return row, col, expert_gmem[row]
+            pid, part = block + i * blocks, jnp.int32(0)
+            if parts > 1:
+                part = lax.div(pid, tiles)
+                pid -= part * tiles
+            row, col = _tile(order, pid, tile_rows, tile_cols, config.group_m, span_gmem)
+            return Tile(row, col, part, expert_gmem[row])
+
+        def first_step(tile: Tile) -> jax.Array | int:
+            return tile.part * steps_per_part if parts > 1 else 0
+
+        def steps_of(tile: Tile) -> jax.Array | int:
+            return jnp.minimum(steps_per_part, k_steps - first_step(tile)) if parts > 1 else k_steps
 
         # Gather rows (of the matrix that XLA gathered: TMA reads equally strided rows)
         def fetch(stage, ahead):
-            """Fill `stage` for the K step that `ahead` = (tile, K step, row, col, expert) names, and name the next."""
-            tile, step, row, col, expert = ahead
-            k_slice = pl.ds(step * block_k, block_k)
-            rows, columns = pl.ds(row * block_m, block_m), pl.ds(col * block_n, block_n)
+            """Fill `stage` with the K step that `ahead` names: (i, step, my i-th tile). Returns the next one."""
+            i, step, tile = ahead
+            k_slice = pl.ds((first_step(tile) + step) * block_k, block_k)
+            rows, columns = pl.ds(tile.row * block_m, block_m), pl.ds(tile.col * block_n, block_n)
             plgpu.copy_gmem_to_smem(x_gmem.at[rows, k_slice], x_smem.at[stage], filled.at[stage])
-            plgpu.copy_gmem_to_smem(w_gmem.at[expert, columns, k_slice], w_smem.at[stage], filled.at[stage])
+            plgpu.copy_gmem_to_smem(w_gmem.at[tile.expert, columns, k_slice], w_smem.at[stage], filled.at[stage])
 
             def next_tile():
-                here = row, col, expert
-                return tile + 1, jnp.int32(0), *lax.cond(tile + 1 < my_tiles, lambda: locate(tile + 1), lambda: here)
+                return i + 1, jnp.int32(0), lax.cond(i + 1 < my_tiles, lambda: locate(i + 1), lambda: tile)
 
-            return lax.cond(step + 1 < k_steps, lambda: (tile, step + 1, row, col, expert), next_tile)
+            return lax.cond(step + 1 < steps_of(tile), lambda: (i, step + 1, tile), next_tile)
 
         def fetch_if_any(stage, ahead):
             return lax.cond(ahead[0] < my_tiles, lambda: fetch(stage, ahead), lambda: ahead)
@@ -241,8 +272,8 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             plgpu.wgmma(acc, weights, x_smem.at[stage].transpose((1, 0)))
 
         # Stream K
-        def stream(acc, tile, state):
-            def step(i, state):
+        def stream(acc, i, tile, state):
+            def step(s, state):
                 stage, previous, ahead = state
                 multiply(acc, stage)
                 if widens:
@@ -250,18 +281,19 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                     ahead = fetch_if_any(stage, ahead)
                 else:
                     plgpu.wgmma_wait(1)  # the previous step's are done: its stage is free. There is none in the first.
-                    ahead = lax.cond(tile + i > 0, lambda: fetch_if_any(previous, ahead), lambda: ahead)
+                    ahead = lax.cond(i + s > 0, lambda: fetch_if_any(previous, ahead), lambda: ahead)
                 return _next_stage(stage, stages), stage, ahead
 
-            state = lax.fori_loop(0, k_steps, step, state)
+            state = lax.fori_loop(0, steps_of(tile), step, state)
             return acc[...], state
 
-        def stream_block_scaled(row, col, expert, state):
+        def stream_block_scaled(tile, state):
             """Sums of one 128-wide block of K are scaled and added in float32 outside the matrix instruction."""
 
-            def step(i, carry):
+            def step(s, carry):
                 total, (stage, _, ahead) = carry
-                scale = w_scale_gmem[expert, lax.div(col * block_n, SCALE_BLOCK), lax.div(i * block_k, SCALE_BLOCK)]
+                n, k = tile.col * block_n, (first_step(tile) + s) * block_k
+                scale = w_scale_gmem[tile.expert, lax.div(n, SCALE_BLOCK), lax.div(k, SCALE_BLOCK)]
 
                 def partial_sum(acc):
                     multiply(acc, stage)
@@ -271,44 +303,47 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 return total, (_next_stage(stage, stages), stage, fetch_if_any(stage, ahead))
 
             zeros = plgpu.layout_cast(jnp.zeros((block_n, block_m), jnp.float32), plgpu.Layout.WGMMA)
-            return lax.fori_loop(0, k_steps, step, (zeros, state))
+            return lax.fori_loop(0, steps_of(tile), step, (zeros, state))
 
         def compute_tile(i, state):
-            row, col, expert = locate(i)
+            tile = locate(i)
+            rows, columns = pl.ds(tile.row * block_m, block_m), pl.ds(tile.col * block_n, block_n)
             if block_scaled:
-                total, state = stream_block_scaled(row, col, expert, state)
+                total, state = stream_block_scaled(tile, state)
             else:
                 accumulator = plgpu.ACC((block_n, block_m))
-                total, state = pl.run_scoped(lambda acc: stream(acc, i, state), accumulator)
+                total, state = pl.run_scoped(lambda acc: stream(acc, i, tile, state), accumulator)
 
             # Scale
             if w_scale_gmem is not None and not block_scaled:
-                of_channel = w_scale_gmem.at[expert, pl.ds(col * block_n, block_n)]
-                scale = _load_vector(of_channel, plgpu.Layout.WGMMA.reduce(1))
+                scale = _load_vector(w_scale_gmem.at[tile.expert, columns], plgpu.Layout.WGMMA.reduce(1))
                 total *= lax.broadcast_in_dim(scale, (block_n, block_m), (0,))
             if row_scale_gmem is not None:
-                of_row = row_scale_gmem.at[pl.ds(row * block_m, block_m)]
-                scale = _load_vector(of_row, plgpu.Layout.WGMMA.reduce(0))
+                scale = _load_vector(row_scale_gmem.at[rows], plgpu.Layout.WGMMA.reduce(0))
                 total *= lax.broadcast_in_dim(scale, (block_n, block_m), (1,))
 
             # Store
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left y_smem
+            if y_dtype == jnp.float32:  # two-byte values are transposed by the instruction that stores them
+                total = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
             y_smem.transpose((1, 0))[...] = total.astype(y_dtype)
             plgpu.commit_smem()
-            rows, columns = pl.ds(row * block_m, block_m), pl.ds(col * block_n, block_n)
-            plgpu.copy_smem_to_gmem(y_smem, y_gmem.at[rows, columns])
+            y_tile = y_gmem.at[tile.part, rows, columns] if apart else y_gmem.at[rows, columns]
+            plgpu.copy_smem_to_gmem(y_smem, y_tile, reduction_op="add" if adds_up and not apart else None)
             return state
 
         @pl.when(my_tiles > 0)
         def _():
-            ahead = jnp.int32(0), jnp.int32(0), *locate(jnp.int32(0))
+            ahead = jnp.int32(0), jnp.int32(0), locate(jnp.int32(0))
             ahead = lax.fori_loop(0, stages, fetch_if_any, ahead)
             lax.fori_loop(0, my_tiles, compute_tile, (jnp.int32(0), jnp.int32(0), ahead))
             plgpu.wait_smem_to_gmem(0)
 
     def call(*arrays, fill=None):
-        x_rows, w = arrays[2:4]
-        y_type = jax.ShapeDtypeStruct((x_rows.shape[0], max(_round_up(problem.n, 64), block_n)), y_dtype)
+        tile_expert, x_rows, w = arrays[1], *arrays[3:5]
+        y_shape = tile_expert.shape[0] * block_m, max(_round_up(problem.n, 64), block_n)
+        y_type = jax.ShapeDtypeStruct((parts, *y_shape) if apart else y_shape, y_dtype)
+        before = jnp.zeros((), y_dtype) if adds_up and not apart else fill
         given = [i for i, array in enumerate(arrays) if array is not None]
 
         def with_optional(*refs):
@@ -327,7 +362,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             scratch.append(plgpu.SMEM((block_n, block_k), jnp.float16))
         kernel = plgpu.kernel(
             with_optional,
-            out_type=y_type if fill is None else (),
+            out_type=y_type if before is None else (),
             scratch_types=scratch,
             grid=(blocks,),
             grid_names=("block",),
@@ -336,9 +371,9 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             interpret=plgpu.InterpretGPUParams() if interpret else None,
         )
         operands = [arrays[i] for i in given]
-        if fill is None:
+        if before is None:
             return kernel(*operands)
-        y = jax.new_ref(jnp.full(y_type.shape, fill, y_type.dtype))
+        y = jax.new_ref(jnp.full(y_type.shape, before, y_type.dtype))
         kernel(*operands, y)
         return jax.freeze(y)
 
@@ -346,18 +381,35 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
 
 
 def _tile(
-    order: str, pid: jax.Array, tile_rows: jax.Array, tile_cols: int, group_m: int
+    order: str, pid: jax.Array, tile_rows: jax.Array, tile_cols: int, group_m: int, tile_span: jax.Ref | None
 ) -> tuple[jax.Array, jax.Array]:
     """(tile row, tile column) of a program id: `shared.orders.tile` on int32 values, none negative."""
     if order == "row":
         return lax.div(pid, jnp.int32(tile_cols)), lax.rem(pid, jnp.int32(tile_cols))
     if order == "column":
         return lax.rem(pid, tile_rows), lax.div(pid, tile_rows)
+    if order == "popular":
+        assert tile_span is not None
+        row = lax.div(pid, jnp.int32(tile_cols))
+        first_row, rows = tile_span[row, 0], tile_span[row, 1]
+        within = pid - first_row * tile_cols
+        return first_row + lax.rem(within, rows), lax.div(within, rows)
     band = jnp.int32(group_m * tile_cols)
     first_row = lax.div(pid, band) * group_m
     rows = jnp.minimum(group_m, tile_rows - first_row)
     in_band = lax.rem(pid, band)
     return first_row + lax.rem(in_band, rows), lax.div(in_band, rows)
+
+
+def _parts(problem: Problem, config: Config) -> int:
+    """Parts of K that have steps: split_k, or fewer where K has few steps."""
+    return ceil_div(ceil_div(problem.k, config.block_k), config.k_steps_per_split(problem.k))
+
+
+def _sum_dtype(problem: Problem, config: Config) -> jnp.dtype:
+    """dtype of an output tile as the kernel stores it: float32 for parts of K that are rounded after they are added."""
+    rounds = _parts(problem, config) == 1 or config.reduction == "atomic"
+    return jnp.dtype(problem.activation if rounds else "float32")
 
 
 def _operand(shape: tuple[int, int, int], source: jax.Array):
