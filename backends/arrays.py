@@ -37,6 +37,14 @@ def is_traced(array: Any) -> bool:
     return jax is not None and isinstance(array, jax.core.Tracer)
 
 
+def has_abstract_gpu() -> bool:
+    """Whether JAX traces for a GPU that is only described (jax.sharding.use_abstract_mesh)."""
+    import jax
+
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform == "gpu"
+
+
 def current_device(array: Any) -> contextlib.AbstractContextManager[Any]:
     """Makes the GPU of a torch tensor torch's current one; other arrays leave it as it is."""
     torch = sys.modules.get("torch")
@@ -48,6 +56,8 @@ def current_device(array: Any) -> contextlib.AbstractContextManager[Any]:
 def describe(name: str, array: Any) -> ArraySpec:
     """ArraySpec of one argument."""
     kind = kind_of(name, array)
+    if kind == "jax" and not all(isinstance(size, int) for size in array.shape):
+        raise ArgumentError(f"{name}: got the symbolic shape {array.shape}; allowed: numbers (one export per shape)")
     shape = tuple(int(size) for size in array.shape)
     if kind == "torch":
         dtype = str(array.dtype).removeprefix("torch.")

@@ -31,7 +31,7 @@ def call(run: Callable[..., jax.Array], door: Callable[..., jax.Array], given: d
         return run(*arrays)
 
     @batched.def_vmap
-    def fold(size: int, in_batched: list[Any], *arrays: jax.Array | None) -> tuple[jax.Array, bool]:
+    def fold(size: int, in_batched: list[Any], *arrays: Any) -> tuple[jax.Array, bool]:
         by_name = dict(zip(names, arrays, strict=True))
         has_batch = {name: flag is True for name, flag in zip(names, in_batched, strict=True)}
         one = batching.fold(by_name, has_batch, jnp.arange(size, dtype=jnp.int32), jnp)

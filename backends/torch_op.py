@@ -28,18 +28,18 @@ def recording(given: Sequence[Any]) -> bool:
     operators (FakeTensorMode, make_fx), and on tensors that do (torch.func's, FakeTensor, DTensor)."""
     if torch.compiler.is_compiling():
         return True
-    tensors = [array for array in given if isinstance(array, torch.Tensor)]
-    return bool(tensors) and (
-        torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing() or any(map(_intercepts, tensors))
+    if not isinstance(given[0], torch.Tensor):
+        return False
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_tracing()
+        or torch._C._functorch.get_dynamic_layer_stack_depth() > 0
+        or any(type(array) not in _PLAIN for array in given)
     )
 
 
-def _intercepts(tensor: torch.Tensor) -> bool:
-    return type(
-        tensor
-    ).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or torch._C._functorch.is_functorch_wrapped_tensor(
-        tensor
-    )
+_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
+"""Anything else is a subclass that may intercept operators, as FakeTensor and DTensor do."""
 
 
 def call(given: Sequence[Any], config: Config | None, **options: Any) -> torch.Tensor:
@@ -64,9 +64,14 @@ def call(given: Sequence[Any], config: Config | None, **options: Any) -> torch.T
 def check_no_gradient(given: dict[str, Any]) -> None:
     """ArgumentError where autograd or forward-mode differentiation would have to go through the call."""
     for name, tensor in given.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if tensor is None:
+            continue
+        # Dynamo knows of torch.func's gradients from results of operators alone: a view is one, and costs nothing.
+        inside_func = torch.compiler.is_compiling() and torch._C._functorch.get_dynamic_layer_stack_depth() > 0
+        seen = tensor.view_as(tensor) if inside_func else tensor
+        if seen.requires_grad and torch.is_grad_enabled():
             raise ArgumentError(no_gradient(name, "a tensor that requires a gradient"))
-        if forward_ad._current_level >= 0 and tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
             raise ArgumentError(no_gradient(name, "a tensor with a tangent (forward-mode differentiation)"))
 
 
