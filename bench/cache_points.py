@@ -28,11 +28,11 @@ class Group:
     points: tuple[Point, ...]
 
 
-def _tiles(problem_dtype: str, block_m: int, block_n: int = 128) -> Config:
+def tile(dtype: str, block_m: int, block_n: int = 128) -> Config:
     """A tile as it would be used: one or two blocks on an SM, K steps of 128 bytes (256 for small FP8 tiles)."""
     small = block_m <= 32
-    block_k = {"fp16": 128 if small else 64, "fp8-w8a16": 128, "fp8-w8a8": 256 if small else 128}[problem_dtype]
-    swap_ab = problem_dtype != "fp8-w8a16"
+    block_k = {"fp16": 128 if small else 64, "fp8-w8a16": 128, "fp8-w8a8": 256 if small else 128}[dtype]
+    swap_ab = dtype != "fp8-w8a16"
     num_warps = 8 if block_m * block_n > 128 * 128 else 4
     num_stages = 4 if block_m * block_n < 128 * 128 else 3
     return Config(
@@ -53,10 +53,10 @@ def _points(
     backend: str = "torch-triton",
 ) -> Iterator[Point]:
     # Data is made anew for each (dtype, tokens, routing): those are the outer loops.
-    for dtype, batch, routing, tile, order in itertools.product(dtypes, tokens, routings, tiles, orders):
+    for dtype, batch, routing, shape, order in itertools.product(dtypes, tokens, routings, tiles, orders):
         yield Point(
             model=model, gemm=gemm, tp=tp, tokens=batch, dtype=dtype, routing=routing, backend=backend, order=order,
-            config=_tiles(dtype, *tile),
+            config=tile(dtype, *shape),
         )  # fmt: skip
 
 

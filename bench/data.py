@@ -84,6 +84,20 @@ def build(
     return Data(problem, x, w, w_scale, topk_ids, counts, expected, original)
 
 
+def rebatch(data: Data, case: Case, *, seed: int = 0, route: str = "uniform") -> Data:
+    """Another batch over the same weights, which are gigabytes: `case` differs from data's in its tokens alone."""
+    import torch
+
+    problem = dataclasses.replace(data.problem, tokens=case.tokens)
+    ids = routing.make(route, problem.tokens, problem.experts, problem.top_k, seed=seed)
+    topk_ids = torch.from_numpy(ids).to(data.x.device)
+    generator = torch.Generator(data.x.device).manual_seed(seed)
+    x = torch.randn(problem.tokens, problem.k, generator=generator, device=data.x.device).to(data.x.dtype)
+    counts = planning.expert_counts(ids, problem.experts)
+    expected = reference(x, data.w, data.w_scale, topk_ids, problem)
+    return Data(problem, x, data.w, data.w_scale, topk_ids, counts, expected, None)
+
+
 def quantise(w: torch.Tensor, scale_layout: ScaleLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """(E, N, K) -> e4m3 weights and float32 scales, as shared.fp8 does; one expert at a time, to save memory."""
     import torch
