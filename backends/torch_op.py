@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from backends import batching
-from shared.checks import ArgumentError, no_gradient
+from shared.checks import ArgumentError, check_one_device, no_gradient
 from shared.config import Config
 
 _NAMES = ("x", "w", "topk_ids", "w_scale", "topk_weight", "popularity")
@@ -109,10 +109,12 @@ def _keywords(options: str) -> dict[str, Any]:
 def _shape(
     x: Any, w: Any, topk_ids: Any, w_scale: Any, topk_weight: Any, popularity: Any, options: str
 ) -> torch.Tensor:
-    """y (T, top_k, N). Sizes may be symbolic, so ranks are all that is checked before the call runs."""
+    """y (T, top_k, N). Sizes may be symbolic, so ranks and devices are all that is checked before the call runs."""
     for name, array, rank in (("x", x, 2), ("w", w, 3), ("topk_ids", topk_ids, 2)):
         if array.ndim != rank:
             raise ArgumentError(f"{name}: got rank {array.ndim}; allowed: rank {rank}")
+    given = zip(_NAMES, (x, w, topk_ids, w_scale, topk_weight, popularity), strict=True)
+    check_one_device({name: str(array.device) for name, array in given if array is not None})
     return x.new_empty((x.shape[0], topk_ids.shape[1], w.shape[1]))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -148,7 +148,7 @@ def check_arguments(
     for name, spec in arguments.items():
         if spec is not None and spec.kind != x.kind:
             raise DtypeError(f"{name}: got a {spec.kind} array; allowed: {x.kind}, the kind of x")
-    _check_one_device(arguments)
+    check_one_device({name: spec.device for name, spec in arguments.items() if spec is not None})
     if n * k >= 2**31:
         raise ArgumentError(f"w: got N * K = {n * k}; allowed: below 2**31 for one expert")
 
@@ -221,8 +221,9 @@ def _check_dtype(name: str, spec: ArraySpec, dtype: str) -> None:
         raise DtypeError(f"{name}: got dtype {spec.dtype}; allowed: {dtype}")
 
 
-def _check_one_device(arguments: dict[str, ArraySpec | None]) -> None:
-    devices = {name: spec.device for name, spec in arguments.items() if spec is not None and spec.device is not None}
+def check_one_device(device_of: Mapping[str, str | None]) -> None:
+    """device_of: each argument's device; None where it is not known yet."""
+    devices = {name: device for name, device in device_of.items() if device is not None}
     if len(set(devices.values())) > 1:
         raise ArgumentError(
             "arguments on different devices: got "
