@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from bench import evidence_cli, results
+from bench.cases import check_routing
 from bench.fuzz import command as fuzz_command
+from bench.machine import without_gpu_jax_stays_on_the_cpu
 from bench.sanitize import command as sanitize_command
 from shared.checks import ArgumentError
 
@@ -24,6 +25,8 @@ app = typer.Typer(
 evidence_cli.add_to(app)
 fuzz_command.add_to(app)
 sanitize_command.add_to(app)
+_USAGE_ERROR = 4
+"""pytest's exit status for wrong options."""
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -62,26 +65,46 @@ def compare(
     warm: Annotated[bool, typer.Option("--warm", help="do not flush L2")] = False,
     routing: Annotated[str, typer.Option(help="uniform, zipf-EXPONENT, one-expert, or a .npy file")] = "uniform",
     clock: Annotated[str, typer.Option(help="cupti or jax-cupti")] = "cupti",
-    results_path: Annotated[Path | None, typer.Option("--results", help="JSON-lines file to append to")] = None,
-    source: Annotated[Path | None, typer.Option("--from", help="only print the table of this file")] = None,
+    results_path: Annotated[Path | None, typer.Option("--results", help="JSON lines; gone on with if there")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="go on with this file of a run cut short")] = None,
+    source: Annotated[list[Path] | None, typer.Option("--from", help="only print this file; two: compare them")] = None,
     rehearse: Annotated[bool, typer.Option("--rehearse", help="a tiny case on the CPU; times mean nothing")] = False,
     as_json: Json = False,
 ) -> None:
     """Run the benchmark suite on this GPU and print its table; without a GPU, the correctness matrix."""
-    if source is not None:
-        _print_table(source, as_json)
+    if source:
+        _print_tables(source, as_json)
         return
+    if resume is not None:
+        if results_path not in (None, resume):
+            _fail(f"--resume: got {resume} beside --results {results_path}; allowed: one of them")
+        if not resume.exists():
+            _fail(f"--resume: got {resume}, which does not exist; allowed: the file of a run that was cut short")
+    try:
+        check_routing(routing)
+        if rounds < 1:
+            raise ArgumentError(f"--rounds: got {rounds}; allowed: 1 or more")
+    except ArgumentError as error:
+        _fail(str(error))
+    options = {
+        "--full": full,
+        "-k": keyword,
+        "--rounds": rounds != 30,
+        "--warm": warm,
+        "--routing": routing != "uniform",
+    }
+    options |= {"--clock": clock != "cupti", "--results": results_path, "--resume": resume}
     if not rehearse and not _has_gpu():
-        raise typer.Exit(_compare_without_gpu(as_json))
-    path = (results_path or results.default_path()).absolute()
-    command = [sys.executable, "-m", "pytest", "bench", "-q", "--benchmark-columns=median,iqr,rounds"]
+        raise typer.Exit(_compare_without_gpu(as_json, [name for name, given in options.items() if given]))
+    path = (resume or results_path or results.default_path()).absolute()
+    command = [sys.executable, "-m", "pytest", "bench", "-q", "--tb=short", "--benchmark-columns=median,iqr,rounds"]
     command += [f"--results={path}", f"--rounds={rounds}", f"--routing={routing}", f"--clock={clock}"]
     command += ["-k", keyword] if keyword else []
     command += [f"--{name}" for name, on in (("full", full), ("warm", warm), ("rehearse", rehearse)) if on]
     code = _run(command, quiet=as_json)
-    if not path.exists():
+    if code == _USAGE_ERROR or not path.exists():
         raise typer.Exit(code or 1)
-    _print_table(path, as_json)
+    _print_tables([path], as_json)
     raise typer.Exit(code)
 
 
@@ -132,55 +155,70 @@ def _run(command: list[str], *, quiet: bool) -> int:
             continue
 
 
-def _compare_without_gpu(as_json: bool) -> int:
+def _compare_without_gpu(as_json: bool, ignored: list[str]) -> int:
     note = (
         "No NVIDIA GPU here: timings need one. Running what is real without it: the correctness matrix of every "
         "backend in its interpreter (small shapes, against the float64 reference)."
     )
+    if ignored:
+        note += f" It is always the whole matrix; ignored, as they are about benchmarks: {', '.join(ignored)}."
     typer.echo(note, err=as_json)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     code = _run([sys.executable, "-m", "pytest", "tests", "-m", "interpret", "-q"], quiet=as_json)
     typer.echo(
-        json.dumps({"gpu": None, "correctness_exit_status": code})
+        json.dumps({"gpu": None, "correctness_exit_status": code, "ignored_options": ignored})
         if as_json
         else "No times were taken. On a machine with an NVIDIA GPU the same command measures them."
     )
     return code
 
 
-def _print_table(path: Path, as_json: bool) -> None:
-    found = results.compact(results.read(path)) if path.suffix == ".jsonl" else json.loads(path.read_text())
+def _print_tables(paths: list[Path], as_json: bool) -> None:
+    """The tables of one file, or several files' kernel times side by side with what they differ in."""
+    try:
+        found = [results.load(path) for path in paths]
+    except results.UnusableFile as error:
+        _fail(str(error))
     if as_json:
-        typer.echo(json.dumps(found))
-        return
-    _show(found)
+        typer.echo(json.dumps(found[0] if len(found) == 1 else found))
+    elif len(found) == 1:
+        _show(found[0])
+    else:
+        from bench import tables
+
+        told, table = tables.compared([(path.stem, content) for path, content in zip(paths, found, strict=True)])
+        typer.echo(told)
+        _print_table("Kernel time", table)
 
 
-def _show(found: dict[str, Any]) -> None:
+def _print_table(title: str, content: tuple[list[str], list[list[str]]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    headings, lines = content
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading)
+    for line in lines:
+        table.add_row(*(f"[bold]{cell[2:-2]}[/bold]" if cell.startswith("**") else cell for cell in line))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _show(found: dict[str, Any]) -> None:
     from bench import tables
 
-    wide = Console(width=None if sys.stdout.isatty() else 200)
     named = (
         ("Kernel time, µs (bold: best)", tables.kernel_times(found)),
         ("Calls, µs", tables.call_times(found)),
         ("The kernel as published in 2024", tables.published(found)),
     )
-    for title, (headings, lines) in named:
-        if not lines:
-            continue
-        table = Table(title=title, title_justify="left")
-        for heading in headings:
-            table.add_column(heading)
-        for line in lines:
-            table.add_row(*(f"[bold]{cell[2:-2]}[/bold]" if cell.startswith("**") else cell for cell in line))
-        wide.print(table)
+    for title, table in named:
+        if table[1]:
+            _print_table(title, table)
+    for note in tables.notes(found):
+        typer.echo(note)
     for name, reason in found["skipped"].items():
-        wide.print(f"not measured: {name}: {reason}", markup=False, highlight=False)
-    if found["run"]:
-        wide.print(tables.environment(found["run"]), markup=False, highlight=False)
+        typer.echo(f"not measured: {name}: {reason}")
+    typer.echo(tables.environment(found["run"]))
 
 
 def _fail(message: str) -> NoReturn:
@@ -189,4 +227,5 @@ def _fail(message: str) -> NoReturn:
 
 
 if __name__ == "__main__":
+    without_gpu_jax_stays_on_the_cpu()
     app()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from shared import routing
+from shared.checks import ArgumentError
 from shared.models import Model, model, models
 from shared.orders import ORDERS
 from shared.problem import DTYPES, Problem, ScaleLayout
@@ -130,3 +132,16 @@ def order_pairs(which: str) -> list[tuple[Row, str]]:
         others = [order for order in ORDERS if order != "column"] if which != "default" else ["row"]
         found += [(row, other) for other in others]
     return found
+
+
+def check_routing(spec: str) -> tuple[int, int] | None:
+    """(T, top_k) of a recorded routing, None for one that is drawn; ArgumentError where there is none of that name."""
+    if not spec.endswith(".npy"):
+        routing.make(spec, 2, 8, 2, seed=0)
+        return None
+    try:
+        return routing.recorded(spec, experts=2**31 - 1).shape
+    except (OSError, ValueError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(f"routing: got {spec!r}, which cannot be read: {error}") from error

@@ -17,16 +17,31 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import results
-from bench.cases import PARAMETERS, Case, Row, order_pairs, rows
+from bench import results, watch
+from bench.cases import PARAMETERS, Case, Row, check_routing, order_pairs, rows
 from bench.clock import CLOCKS, ClockError
 from bench.data import Data, DataCache, build
-from bench.machine import Device, Machine, Rehearsal, versions
-from bench.suite import PUBLISHED_TOKENS, Suite
+from bench.machine import Device, Machine, Rehearsal, versions, without_gpu_jax_stays_on_the_cpu
+from bench.suite import LOST, PUBLISHED_TOKENS, Suite
+from shared.checks import ArgumentError
 from shared.problem import ScaleLayout
+
+without_gpu_jax_stays_on_the_cpu()
 
 _TOTAL = pytest.StashKey[int]()
 _SUITE = pytest.StashKey[Suite]()
+_GONE_ON = pytest.StashKey[tuple[int, int]]()
+"""(tests that the results file has already, tests selected)"""
+_EARLIER = pytest.StashKey[list[dict[str, Any]]]()
+_TESTS = {
+    "test_kernel_time": "kernel",
+    "test_kernel_time_captured": "kernel captured",
+    "test_call_time": "call",
+    "test_call_time_captured": "call captured",
+    "test_order_pairs": "pair",
+    "test_published_2024": "published",
+}
+"""Name of each test's measurement in results.measured."""
 NO_GPU = (
     "no NVIDIA GPU that PyTorch can use: timings need one. `pytest bench --rehearse` walks through the suite on the "
     "CPU, `python -m bench doctor` says what is missing"
@@ -37,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("bench", "MoE GEMM benchmarks")
     group.addoption("--full", action="store_true", help="every model, GEMM, batch, dtype and order (hours)")
     group.addoption("--rehearse", action="store_true", help="a tiny case on the CPU; times mean nothing")
-    group.addoption("--results", type=Path, help="JSON-lines file to append to; default: a new one in .benchmarks/moe")
+    group.addoption("--results", type=Path, help="JSON-lines file; one that exists is gone on with")
     group.addoption("--rounds", type=int, default=30, help="samples per benchmark (default 30)")
     group.addoption("--warm", action="store_true", help="do not flush L2 between samples")
     group.addoption("--routing", default="uniform", help="uniform, zipf-EXPONENT, one-expert, or a .npy file")
@@ -68,6 +83,44 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("published_tokens", batches, ids=[f"tokens-{tokens}" for tokens in batches])
 
 
+def _settings(config: pytest.Config) -> dict[str, Any]:
+    """What a run is told, and by which code: the part of its first line that is known before the machine is."""
+    option = config.getoption
+    return {
+        "clock": "rehearsal" if option("--rehearse") else option("--clock"),
+        "cache": "warm" if option("--warm") else "cold",
+        "routing": option("--routing"),
+        "seed": option("--seed"),
+        "rounds": option("--rounds"),
+        "versions": versions(),
+        "sources": results.sources(),
+    }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Wrong options end the run before it begins; the lines of a results file that exists are read."""
+    try:
+        check_routing(config.getoption("--routing"))
+        path = config.getoption("--results")
+        if path is not None and path.exists():
+            config.stash[_EARLIER] = lines_to_go_on_with(path, _settings(config))
+    except (ArgumentError, results.UnusableFile) as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def lines_to_go_on_with(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines of an earlier part of this run; UnusableFile where it was another run. The GPU is compared later."""
+    lines = results.read(path)
+    earlier = results.compact(lines)["run"]
+    differing = results.differences(earlier, {"gpu": earlier.get("gpu"), **settings}, results.RESUMED)
+    if lines and differing:
+        raise results.UnusableFile(
+            f"{path} cannot be gone on with, as that run and this one differ in {'; '.join(differing)}. Give the same "
+            "options, or another --results file"
+        )
+    return lines
+
+
 @pytest.fixture
 def row(model_name: str, gemm: str, tokens: int, dtype: str, order: str, contender: str) -> Row:
     return Row.of(model_name, gemm, tokens, dtype, order, contender)
@@ -88,8 +141,58 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     ours = [item for item in items if item.path.parent == Path(__file__).parent]
     others = [item for item in items if item.path.parent != Path(__file__).parent]
-    items[:] = others + sorted(ours, key=position)
-    config.stash[_TOTAL] = len(ours)
+    left = _routed(config, _not_measured(config, ours))
+    if dropped := [item for item in ours if item not in left]:
+        config.hook.pytest_deselected(items=dropped)
+    items[:] = others + sorted(left, key=position)
+    config.stash[_TOTAL] = len(left)
+
+
+def _row_of(item: pytest.Item) -> Row | None:
+    callspec = getattr(item, "callspec", None)
+    params: dict[str, Any] = callspec.params if callspec is not None else {}
+    return Row.of(*(params[name] for name in PARAMETERS)) if "model_name" in params else None
+
+
+def _routed(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Those whose shape a recorded routing has; all of them where the routing is drawn."""
+    shape = check_routing(config.getoption("--routing"))
+    if shape is None or not items:
+        return items
+    found = []
+    for item in items:
+        row = _row_of(item)
+        if row is not None and (row.problem.tokens, row.problem.top_k) == shape:
+            found.append(item)
+    if not found:
+        raise pytest.UsageError(
+            f"routing: {config.getoption('--routing')} has (T, top_k) = {shape}, which none of the selected cases has"
+        )
+    return found
+
+
+def _not_measured(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Those that the results file does not have yet, or has with another config than would be taken now."""
+    lines = config.stash.get(_EARLIER, [])
+    if not lines:
+        return items
+    earlier = results.compact(lines)
+    done = results.measured(earlier)
+    left = [item for item in items if not _is_measured(item, done, earlier["run"]["gpu"])]
+    config.stash[_GONE_ON] = (len(items) - len(left), len(items))
+    return left
+
+
+def _is_measured(item: pytest.Item, done: dict[tuple[str, str], dict[str, Any]], gpu: str) -> bool:
+    import backends
+
+    row, name, test = _row_of(item), item.callspec.id, _TESTS[item.function.__name__]  # type: ignore[attr-defined]
+    known = done.get((name, test))
+    if known is None or row is None:
+        return known is not None
+    if row.contender not in backends.BACKENDS or known.get("fatal"):
+        return True
+    return results.config_of(known) == backends.config_for(row.problem, backend=row.contender, gpu=gpu)
 
 
 @pytest.fixture(scope="session")
@@ -113,13 +216,12 @@ def _rows_of(items: list[pytest.Item]) -> list[Row]:
     """The different rows that these tests measure, an order comparison's other order among them."""
     found: dict[Row, None] = {}
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        params: dict[str, Any] = callspec.params if callspec is not None else {}
-        if "model_name" in params:
-            row = Row.of(*(params[name] for name in PARAMETERS))
+        row = _row_of(item)
+        if row is not None:
             found[row] = None
-            if "other_order" in params:
-                found[dataclasses.replace(row, order=params["other_order"])] = None
+            other = item.callspec.params.get("other_order")  # type: ignore[attr-defined]
+            if other is not None:
+                found[dataclasses.replace(row, order=other)] = None
     return list(found)
 
 
@@ -135,21 +237,28 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
         with capture.global_and_fixture_disabled():  # shown now, not with the captured output of a failing test
             reporter.write_line(line)
 
+    earlier = request.config.stash.get(_EARLIER, [])
+    before = results.compact(earlier)["run"].get("gpu", machine.gpu)
+    if before != machine.gpu:
+        pytest.exit(
+            f"{option('--results')} cannot be gone on with, as that run and this one differ in gpu: {before} and "
+            f"{machine.gpu}. Give another --results file",
+            returncode=pytest.ExitCode.USAGE_ERROR,
+        )
     journal = results.Journal(option("--results") or results.default_path())
+    state = machine.state()
     journal.write(
         "run",
         gpu=machine.gpu,
-        clock=machine.clock.name,
-        cache="warm" if option("--warm") else "cold",
-        routing=option("--routing"),
-        seed=option("--seed"),
-        rounds=option("--rounds"),
+        **_settings(request.config),
         date=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
-        versions=versions(),
         ceilings=machine.ceilings(),
-        state=machine.state(),
+        state=state,
     )
     say(f"\nresults are appended to {journal.path}")
+    for notice in watch.disturbances(state):
+        journal.write("notice", text=f"at the start: {notice}")
+        say(f"doubtful: {notice}")
 
     def make(case: Case, dtype: str, scale_layout: ScaleLayout) -> Data:
         device = machine.torch_device
@@ -165,16 +274,34 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
         rows=_rows_of(request.session.items),
         captured_rows=_rows_of([item for item in request.session.items if "_captured[" in item.name]),
         say=say,
+        one_by_one=frozenset(name for line in earlier for name in line.get("one_by_one", ())),
     )
     request.config.stash[_SUITE] = suite
     yield suite
     suite.data.free()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run that finds everything measured already has succeeded, though pytest calls it one without tests."""
+    had, selected = session.config.stash.get(_GONE_ON, (0, 0))
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and had == selected > 0:
+        session.exitstatus = pytest.ExitCode.OK
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    say = terminalreporter.write_line
+    if _GONE_ON in config.stash:
+        had, selected = config.stash[_GONE_ON]
+        say(f"{had} of {selected} measurements were in {config.getoption('--results')} already")
     suite = config.stash.get(_SUITE, None)
-    if suite is not None:
-        terminalreporter.write_line(
-            f"{suite.journal.count} results in {suite.journal.path}; "
-            f"`python -m bench compare --from {suite.journal.path}` prints the table"
-        )
+    if suite is None:
+        return
+    path = suite.journal.path
+    for line in suite.failed:
+        say(line)
+    for notice, count in suite.noticed.most_common():
+        say(f"doubtful, {count} results: {notice}")
+    say(f"{suite.journal.count} results in {path}; `python -m bench compare --from {path}` prints the table")
+    if exitstatus in (pytest.ExitCode.INTERRUPTED, LOST):
+        say(f"the run was cut short; `python -m bench compare --resume {path}` with the same options goes on with it")

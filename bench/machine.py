@@ -8,16 +8,25 @@ suite where there is no GPU.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from bench.clock import Clock, KernelRecord, open_clock
+from bench.watch import Others, parse_processes
 
 PACKAGES = ("torch", "triton", "jax", "jaxlib", "jax-triton", "cupti-python", "numpy", "pytest-benchmark")
-_SMI_FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+_SMI_FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks.max.sm")
+_SMI_KEYS = ("sm_mhz", "memory_mhz", "watts", "celsius", "highest_sm_mhz")
+_SMI_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""The second is the name before driver 535."""
+_SMI_PROCESSES_EVERY = 30.0
+"""Seconds between two looks at the processes where nvidia-smi has to be started for each."""
 
 
 def versions() -> dict[str, str | None]:
@@ -32,15 +41,20 @@ def versions() -> dict[str, str | None]:
 
 
 def smi(fields: tuple[str, ...]) -> dict[str, str]:
-    """nvidia-smi's answer for these fields of the first GPU; empty where there is no nvidia-smi or no GPU."""
+    """nvidia-smi's answer for these fields of CUDA's first GPU; empty where there is no nvidia-smi or no GPU."""
     if shutil.which("nvidia-smi") is None:
         return {}
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "--id=0"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={gpu_id()}"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
     return dict(zip(fields, (value.strip() for value in answer.strip().split(",")), strict=False))
+
+
+def gpu_id() -> str:
+    """Index or UUID of the GPU that CUDA numbers 0, for nvidia-smi and NVML, which know no CUDA_VISIBLE_DEVICES."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
 
 
 def gpu_key(name: str) -> str:
@@ -71,7 +85,14 @@ class Device(Protocol):
     def ceilings(self) -> dict[str, float]: ...
 
     def state(self) -> dict[str, Any]:
-        """{"sm_mhz", "memory_mhz", "watts", "celsius"} now; empty where it cannot be read."""
+        """{"sm_mhz", "highest_sm_mhz", "memory_mhz", "watts", "celsius", "clock_reasons", "others"} now.
+
+        clock_reasons: NVML's bits (watch.SLOWED); others: other processes, as watch.parse_processes gives them. What
+        cannot be read is left out.
+        """
+
+    def lost(self) -> str | None:
+        """What the driver says where this process can use the GPU no more, as after an illegal access; else None."""
 
 
 class Machine:
@@ -81,6 +102,8 @@ class Machine:
     torch_device = "cuda"
 
     def __init__(self, clock: str) -> None:
+        self._read, self._processes = _nvml() or _smi_readers()
+        before = self._processes(fresh=True)
         self.clock = open_clock(clock)  # before the CUDA context is made, as CUPTI advises
         import torch
 
@@ -90,7 +113,9 @@ class Machine:
         self.gpu = properties.name
         self.flush_l2 = Flush(properties.L2_cache_size)
         self._ceilings: dict[str, float] | None = None
-        self._nvml = _nvml()
+        self.flush()
+        self._others = Others(os.getpid(), before)
+        self._others.among(self._processes(fresh=True))
 
     def synchronize(self) -> None:
         import torch
@@ -109,20 +134,37 @@ class Machine:
         return self._ceilings
 
     def state(self) -> dict[str, Any]:
-        if self._nvml is not None:
-            return self._nvml()
-        found = smi(_SMI_FIELDS)
-        keys = ("sm_mhz", "memory_mhz", "watts", "celsius")
-        return {key: _number(found[field]) for key, field in zip(keys, _SMI_FIELDS, strict=True) if field in found}
+        others = self._others.among(self._processes())
+        return {**self._read(), **({"others": others} if others else {})}
+
+    def lost(self) -> str | None:
+        try:
+            self.synchronize()
+        except RuntimeError as error:
+            return str(error).strip().splitlines()[0]
+        return None
 
 
-def _nvml() -> Any:
-    """A function that reads clocks and power through NVML (microseconds where nvidia-smi takes 50 ms), or None."""
+Reader = Callable[[], dict[str, Any]]
+
+
+class Processes(Protocol):
+    def __call__(self, *, fresh: bool = False) -> list[dict[str, Any]]:
+        """Processes that use the GPU, as watch.parse_processes gives them. fresh: not those of a look before."""
+
+
+def _nvml() -> tuple[Reader, Processes] | None:
+    """Clocks and power, and processes, through NVML (microseconds where nvidia-smi takes 50 ms); None without it."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        which = gpu_id()
+        by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+        handle = by_index(int(which)) if which.isdigit() else by_uuid(which)
+        reasons = getattr(
+            pynvml, "nvmlDeviceGetCurrentClocksEventReasons", pynvml.nvmlDeviceGetCurrentClocksThrottleReasons
+        )
 
         def state() -> dict[str, Any]:
             return {
@@ -130,12 +172,64 @@ def _nvml() -> Any:
                 "memory_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
                 "watts": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
                 "celsius": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+                "highest_sm_mhz": pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM),
+                "clock_reasons": reasons(handle),
             }
 
+        def processes(*, fresh: bool = False) -> list[dict[str, Any]]:
+            return [
+                {"pid": p.pid, "name": _process_name(p.pid), "mib": p.usedGpuMemory and p.usedGpuMemory >> 20}
+                for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            ]
+
         state()
+        processes()
     except Exception:  # NVML missing, or a query that this driver does not answer: nvidia-smi is asked instead
         return None
-    return state
+    return state, processes
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:  # another container's
+        return "unknown"
+
+
+def _smi_readers() -> tuple[Reader, Processes]:
+    """The same by nvidia-smi; processes are looked for every 30 seconds, as each look starts a program."""
+    names = next((name for name in _SMI_REASONS if smi((name,)).get(name, "").startswith("0x")), None)
+    looked: dict[str, Any] = {"at": float("-inf"), "found": []}
+
+    def state() -> dict[str, Any]:
+        answer = smi((*_SMI_FIELDS, *([names] if names else [])))
+        found: dict[str, Any] = {
+            key: _number(answer[field]) for key, field in zip(_SMI_KEYS, _SMI_FIELDS, strict=True) if field in answer
+        }
+        if names in answer:
+            found["clock_reasons"] = int(answer[names], 16)
+        return found
+
+    def processes(*, fresh: bool = False) -> list[dict[str, Any]]:
+        if fresh or time.monotonic() - looked["at"] > _SMI_PROCESSES_EVERY:
+            looked.update(found=smi_processes(), at=time.monotonic())
+        return looked["found"]
+
+    return state, processes
+
+
+def smi_processes() -> list[dict[str, Any]]:
+    """Processes that compute on the first GPU, by nvidia-smi; empty where it does not answer."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(
+            [*command, f"--id={gpu_id()}"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return parse_processes(answer)
 
 
 def _number(text: str) -> float | None:
@@ -143,6 +237,15 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
+
+
+def without_gpu_jax_stays_on_the_cpu() -> None:
+    """Where there is no NVIDIA driver, keep JAX from trying its CUDA plugin, which prints a traceback.
+
+    To be called before jax is imported; it looks at files alone, as asking a framework takes seconds.
+    """
+    if not any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 class RehearsalClock:
@@ -195,3 +298,6 @@ class Rehearsal:
 
     def state(self) -> dict[str, Any]:
         return {}
+
+    def lost(self) -> str | None:
+        return None

@@ -23,7 +23,11 @@ REPETITIONS = 3
 
 
 class WrongResult(AssertionError):
-    """A result outside its error bound: it gets no time."""
+    """A result outside its error bound: it gets no time. short: such as "error 3.1e-02 > 4.2e-04"."""
+
+    def __init__(self, row_id: str, error: float, bound: float) -> None:
+        self.short = f"error {error:.1e} > {bound:.1e}"
+        super().__init__(f"{row_id}: error {error:.2e} is above its bound {bound:.2e}: no time is taken")
 
 
 @dataclasses.dataclass
@@ -142,7 +146,7 @@ def recheck(contender: Contender, data: Data, result: Any) -> None:
 def _judge(contender: Contender, data: Data, y: Any) -> dict[str, float | None]:
     error, bound = data.error(y), error_bound(data.problem)
     if not error <= bound:
-        raise WrongResult(f"{contender.row.id}: error {error:.2e} is above its bound {bound:.2e}: no time is taken")
+        raise WrongResult(contender.row.id, error, bound)
     return {"error": error, "error_bound": bound, "quantisation_error": data.quantisation_error(y)}
 
 

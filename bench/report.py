@@ -19,8 +19,8 @@ NO_RESULTS = "No results are committed yet."
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL)
 
 BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "kernel-times": lambda found: tables.markdown(tables.kernel_times(found)),
-    "kernel-times-short": lambda found: tables.markdown(tables.kernel_times(tables.short(found))),
+    "kernel-times": lambda found: _kernel_times(found),
+    "kernel-times-short": lambda found: _kernel_times(tables.short(found)),
     "call-times": lambda found: tables.markdown(tables.call_times(found)),
     "published": lambda found: tables.markdown(tables.published(found)),
     "findings": lambda found: tables.findings(found),
@@ -64,6 +64,11 @@ def _block(match: re.Match[str], by_gpu: dict[str, dict[str, Any]]) -> str:
         raise ValueError(f"got a generated block {name!r}; known: {', '.join([*BLOCKS, *SOURCE_BLOCKS])}")
     parts = [BLOCKS[name](found) for found in by_gpu.values()] or [NO_RESULTS]
     return f"{match[1]}{'\n\n'.join(parts)}\n{match[4]}"
+
+
+def _kernel_times(found: dict[str, Any]) -> str:
+    """The table, and below it what it cannot show."""
+    return "\n".join([tables.markdown(tables.kernel_times(found)), *(f"\n{note}" for note in tables.notes(found))])
 
 
 def _title(found: dict[str, Any]) -> str:

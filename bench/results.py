@@ -2,14 +2,18 @@
 
 A line is written the moment its result is there, so that a run cut short keeps what it measured. The first line
 says where and with what the run was made (`kind: "run"`); the others are `kind: "time"` (a benchmark), `"pair"` (an
-order comparison), `"published"` and `"skipped"`. Times are in microseconds in both.
+order comparison), `"published"`, `"failed"` (a kernel that failed or was wrong), `"skipped"` (what cannot run here) and
+`"notice"` (what disturbed the run). Times are in microseconds in both.
 
-Times stand in one file only if they were taken on the same GPU with the same versions and settings (SETTINGS).
+Times stand in one file only if they were taken on the same GPU with the same versions and settings (SETTINGS). A run
+that was cut short goes on in its file behind a further `run` line, with RESUMED the same as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import json
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -20,9 +24,25 @@ from shared.config import Config
 
 RUNS = Path(".benchmarks/moe")
 RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
 SETTINGS = ("gpu", "clock", "cache", "routing", "seed")
 """What two runs must share, beside the versions of all packages, for their times to stand side by side."""
-TIMES = ("kernel_us", "gpu_total_us", "call_us", "kernel_captured_us", "gpu_total_captured_us", "call_captured_us")
+RESUMED = (*SETTINGS, "rounds", "sources")
+"""What the two parts of a run that goes on must share: sources are a digest of the kernels' code."""
+TESTS = {
+    "kernel": ("kernel_us", "gpu_total_us", "samples_us"),
+    "kernel captured": ("kernel_captured_us", "gpu_total_captured_us", "samples_captured_us"),
+    "call": ("call_us",),
+    "call captured": ("call_captured_us",),
+}
+"""The measurements of a row, and the fields of each; the first says that it was made."""
+TIMES = tuple(
+    field for fields in TESTS.values() for field in fields if field.endswith("_us") and "samples" not in field
+)
+
+
+_ALL_FIELDS = {field for fields in TESTS.values() for field in fields} | {"tb_per_s", "share_of_read_ceiling"}
+_ALL_FIELDS |= {"times_floor"}
 
 
 class Journal:
@@ -32,11 +52,23 @@ class Journal:
         self.path = path
         self.count = 0
         path.parent.mkdir(parents=True, exist_ok=True)
+        _end_at_a_line(path)
 
     def write(self, kind: str, **values: Any) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, **values}, default=str) + "\n")
-        self.count += kind != "run"
+        self.count += kind not in ("run", "notice")
+
+
+def _end_at_a_line(path: Path) -> None:
+    """Take away the last line if it was cut off in the middle, as in a run that was killed: more lines will follow."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
 
 
 def default_path() -> Path:
@@ -68,7 +100,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 def load(path: Path) -> dict[str, Any]:
     """Compact results of a file of either kind: a run's JSON lines or a compact file. Raises UnusableFile."""
     if path.suffix == ".jsonl":
-        found = compact(read(path))
+        lines = read(path)
+        try:
+            found = compact(lines)
+        except UnusableFile as error:
+            raise UnusableFile(f"{path}: {error}") from error
     else:
         try:
             found = json.loads(_text(path))
@@ -87,46 +123,123 @@ def _text(path: Path) -> str:
 
 
 def compact(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """{"run", "rows", "pairs", "published", "skipped"}: the times of one row together, by id.
+    """{"run", "rows", "pairs", "published", "skipped"} and, if there are any, "notices": the times of one row together.
 
     A row has the facts of `measure.facts`, the errors, and those of TIMES that were measured; `samples_us` are its
-    kernel times. Where an id was measured twice, the last counts.
+    kernel times. Where an id was measured twice, the last counts. A measurement that failed has no time but a line in
+    the row's "failures", {test: reason}; a row whose result was wrong has no times of that run at all.
+
+    Raises UnusableFile where the file's runs may not stand side by side.
     """
-    run: dict[str, Any] = {}
+    found: dict[str, Any] | None = None
+    for run, part in _parts(lines):
+        content = _compact_one(run, part)
+        if found is None:
+            found = content
+        elif differing := differences(found["run"], run):
+            raise UnusableFile(f"one file holds runs that differ in {'; '.join(differing)}; only one may be in it")
+        else:
+            found = combined(found, content)
+    return found or _compact_one({}, [])
+
+
+def _parts(lines: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """(values of the run line, lines behind it) of each run in a file."""
+    parts: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+    for line in lines:
+        if line["kind"] == "run":
+            parts.append(({key: value for key, value in line.items() if key != "kind"}, []))
+        else:
+            if not parts:
+                parts.append(({}, []))
+            parts[-1][1].append(line)
+    return parts
+
+
+def _compact_one(run: dict[str, Any], lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     pairs: dict[str, dict[str, Any]] = {}
     published: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
+    notices: list[str] = []
+    wrong: set[str] = set()
     for line in lines:
         values = {key: value for key, value in line.items() if key != "kind"}
-        if line["kind"] == "run":
-            run = values
-        elif line["kind"] == "time":
+        if line["kind"] == "time":
             rows[values["id"]] = _updated(rows.get(values["id"]), values)
+        elif line["kind"] == "failed" and "case" in values:
+            test, reason, status = (values.pop(key) for key in ("test", "reason", "status"))
+            failure = {"failures": {test: f"{status}: {reason}"}}
+            rows[values["id"]] = _updated(rows.get(values["id"]), values | failure)
+            wrong |= {values["id"]} if status == "wrong" else set()
         elif line["kind"] == "pair":
             pairs[values["id"]] = values
         elif line["kind"] == "published":
             published[values["id"]] = values
+        elif line["kind"] == "notice":
+            notices.append(values["text"])
         else:
             skipped[values["id"]] = values["reason"]
-    return {
-        "run": run,
-        "rows": list(rows.values()),
-        "pairs": list(pairs.values()),
-        "published": list(published.values()),
-        "skipped": skipped,
+    for name in wrong:
+        rows[name] = {key: value for key, value in rows[name].items() if key not in _ALL_FIELDS}
+    found = {"run": run, "rows": list(rows.values()), "pairs": list(pairs.values())}
+    found |= {"published": list(published.values()), "skipped": skipped}
+    return found | ({"notices": list(dict.fromkeys(notices))} if notices else {})
+
+
+def measured(found: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """{(id, test): row} of what a run that goes on need not measure again. test: of TESTS, "pair" or "published".
+
+    What ended the process stands among them: it would end the next one too.
+    """
+    done = {
+        (row["id"], test): row
+        for row in found["rows"]
+        for test, fields in TESTS.items()
+        if fields[0] in row or row.get("fatal")
     }
+    done |= {(pair["id"], "pair"): pair for pair in found["pairs"]}
+    return done | {(item["id"], "published"): item for item in found["published"]}
 
 
 def _updated(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """The row with its new times; of another config or other sources, nothing of the old row stays."""
-    return new if old is None or of_another_kernel(old, new) else {**old, **new}
+    """The row with its new times; of another config or other sources, nothing of the old row stays.
+
+    A measurement that failed takes the place of its earlier time, a wrong result that of all times of the row.
+    """
+    if old is None or ("config" in old and "config" in new and of_another_kernel(old, new)):
+        return new
+    failed = new.get("failures", {})
+    gone = {field for test in failed for field in TESTS.get(test, ())}
+    if any(reason.startswith("wrong") for reason in failed.values()):
+        gone = _ALL_FIELDS
+    row = {**{key: value for key, value in old.items() if key not in gone}, **new}
+    failures = {
+        test: reason for test, reason in old.get("failures", {}).items() if TESTS.get(test, ("",))[0] not in new
+    }
+    notices = list(dict.fromkeys((*old.get("notices", ()), *new.get("notices", ()))))
+    for key, value in (("failures", failures | failed), ("notices", notices)):
+        row.pop(key, None)
+        if value:
+            row[key] = value
+    return row
 
 
 def of_another_kernel(old: dict[str, Any], new: dict[str, Any]) -> bool:
     """Whether two results of one id are of different configs, or known to be of different sources."""
     a, b = old.get("sources"), new.get("sources")
     return config_of(old) != config_of(new) or (a is not None and b is not None and a != b)
+
+
+@functools.cache
+def sources() -> str:
+    """Digest of the code and the tuned tiles that a time depends on, so that a changed kernel shows."""
+    digest = hashlib.sha256()
+    for path in sorted(
+        (*ROOT.glob("backends/**/*.py"), *ROOT.glob("backends/tuned/*.json"), *ROOT.glob("shared/*.py"))
+    ):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def config_of(row: dict[str, Any]) -> Config | None:
@@ -217,8 +330,10 @@ def combined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     }
     skipped = {key: reason for key, reason in (old["skipped"] | new["skipped"]).items() if key not in rows}
     runs = {json.dumps(run, sort_keys=True): run for run in (*history(old["run"]), *history(new["run"]))}
-    run = old["run"] | {"runs": sorted(runs.values(), key=lambda run: run["date"])}
-    return {"run": run, "rows": list(rows.values()), **parts, "skipped": skipped}
+    run = old["run"] | {"runs": sorted(runs.values(), key=lambda run: run.get("date", ""))}
+    notices = list(dict.fromkeys((*old.get("notices", ()), *new.get("notices", ()))))
+    found = {"run": run, "rows": list(rows.values()), **parts, "skipped": skipped}
+    return found | ({"notices": notices} if notices else {})
 
 
 def history(run: dict[str, Any]) -> list[dict[str, Any]]:

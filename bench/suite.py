@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import pytest
 
-from bench import measure, pairs, peers, published
+from bench import measure, pairs, peers, published, results, watch
 from bench.cases import Row
 from bench.contenders import CannotRun, Contender, capture, prepare, wait
 from bench.data import Data, DataCache
@@ -19,6 +21,8 @@ from bench.results import Journal
 COMPILE_THREADS = 12
 PUBLISHED_TOKENS = (2, 8, 64, 512)
 WARMUP_ROUNDS = 3
+LOST = 7
+"""Exit status of a run that a kernel ended by making the GPU unusable for its process."""
 
 
 class _Current:
@@ -35,7 +39,11 @@ def gpu_kernel_seconds() -> float:
 
 @dataclasses.dataclass
 class Suite:
-    """say: prints a progress line; total: tests that were collected; rows, captured_rows: what those measure."""
+    """say: prints a progress line; total: tests that were collected; rows, captured_rows: what those measure.
+
+    one_by_one: ids of rows that do not run side by side with others, as one of them ended an earlier run
+    noticed: what disturbed results, and how many; failed: a line for each measurement that failed or was wrong
+    """
 
     device: Device
     journal: Journal
@@ -46,7 +54,10 @@ class Suite:
     say: Callable[[str], None]
     rows: list[Row] = dataclasses.field(default_factory=list)
     captured_rows: list[Row] = dataclasses.field(default_factory=list)
+    one_by_one: frozenset[str] = frozenset()
     done: int = 0
+    noticed: Counter[str] = dataclasses.field(default_factory=Counter)
+    failed: list[str] = dataclasses.field(default_factory=list)
     _prepared: dict[Row, Contender] = dataclasses.field(default_factory=dict)
     _ready: dict[Row, Contender | CannotRun | AssertionError] = dataclasses.field(default_factory=dict)
     _errors: dict[Row, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -65,6 +76,10 @@ class Suite:
 
     def kernel_time(self, benchmark: Any, row: Row, *, captured: bool) -> None:
         """GPU seconds of the kernel into pytest-benchmark's own statistics, GPU total beside them."""
+        with self._reported(row, "kernel captured" if captured else "kernel"):
+            self._kernel_time(benchmark, row, captured)
+
+    def _kernel_time(self, benchmark: Any, row: Row, captured: bool) -> None:
         contender, data = self.ready(row)
         call = self._call_of(contender, data, captured)
         at_least = measure.records_of(contender, self.device, call)  # warms up as well
@@ -89,10 +104,14 @@ class Suite:
             self._record(benchmark, info, without=tuple(rates))
         else:
             self._record(benchmark, info)
-        self._progress(row, f"kernel{suffix.replace('_', ' ')}", seconds, rates)
+        self._progress(row, f"kernel{suffix.replace('_', ' ')}", seconds, rates, info.get("notices", []))
 
     def call_time(self, benchmark: Any, row: Row, *, captured: bool) -> None:
         """Seconds that a caller waits, by the host's clock, into pytest-benchmark's own statistics."""
+        with self._reported(row, "call captured" if captured else "call"):
+            self._call_time(benchmark, row, captured)
+
+    def _call_time(self, benchmark: Any, row: Row, captured: bool) -> None:
         contender, data = self.ready(row)
         call = self._call_of(contender, data, captured)
         self.device.clock.pause()
@@ -107,35 +126,49 @@ class Suite:
         seconds = benchmark.stats.stats.median
         info[f"call{suffix}_us"] = _us(seconds)
         self._record(benchmark, info)
-        self._progress(row, f"call{suffix.replace('_', ' ')}", seconds, {})
+        self._progress(row, f"call{suffix.replace('_', ' ')}", seconds, {}, info.get("notices", []))
 
     def order_pair(self, row: Row, other: str, name: str) -> None:
         """Column order against `other`, interleaved, same kernel, config and data."""
-        column, data = self.ready(row)
         other_row = dataclasses.replace(row, order=other)
-        contender = self._prepared.get(other_row) or prepare(other_row, data, self.device)
-        assert contender.config == column.config
-        measure.check(contender, data, self.device, contender.eager)
+        with self._reported(row, f"pair with {other}"):
+            column, data = self.ready(row)
+        with self._reported(other_row, "pair with column"):
+            contender = self._prepared.get(other_row) or prepare(other_row, data, self.device)
+            assert contender.config == column.config
+            measure.check(contender, data, self.device, contender.eager)
+        with self._reported(row, f"pair with {other}"):
+            self._compare(column, contender, data, name)
+
+    def _compare(self, column: Contender, contender: Contender, data: Data, name: str) -> None:
+        other = contender.row.order
+        before = self.device.state()
         found = pairs.compare(
             lambda: measure.gpu_sample(column, self.device, flush=not self.warm),
             lambda: measure.gpu_sample(contender, self.device, flush=not self.warm),
             pairs=self.rounds,
         )
+        for each in (column, contender):
+            measure.check(each, data, self.device, each.eager)
         verdict = found.verdict("column", other)
         known = measure.facts(column, data, self.device)
         kept = {key: known[key] for key in ("case", "dtype", "scale_layout", "contender", "config", "tile_rows")}
+        notices = self._notices(before, self.device.state())
         self.journal.write(
             "pair", id=name, a="column", b=other, **kept, ratio=found.ratio, low=found.low, high=found.high,
-            a_us=_us(found.a), b_us=_us(found.b), pairs=found.pairs, verdict=verdict,
+            a_us=_us(found.a), b_us=_us(found.b), pairs=found.pairs, verdict=verdict, sources=results.sources(),
+            **({"notices": notices} if notices else {}),
         )  # fmt: skip
         self.done += 1
-        self.say(f"[{self.done}/{self.total}] {name}: {verdict} [{found.low:.3f}, {found.high:.3f}]")
+        told = f"{name}: {verdict} [{found.low:.3f}, {found.high:.3f}]"
+        self._tell(f"[{self.done}/{self.total}] {told}", notices)
 
     def published_2024(self, tokens: int) -> None:
         """The published kernel beside the right one: time, and the share of the output that it writes."""
         self._forget()
         self.data.free()
-        found = published.measure(tokens, self.device)
+        with self._reported(None, f"tokens-{tokens}"):
+            found = published.measure(tokens, self.device)
         self.journal.write("published", id=f"tokens-{tokens}", **found)
         self.done += 1
         self.say(f"[{self.done}/{self.total}] published-2024 at {tokens} tokens: {found}")
@@ -157,7 +190,8 @@ class Suite:
     def _compile_ahead(self, data: Data, key: tuple[object, ...]) -> None:
         """Run the backends of this data once, side by side, as compiling takes longer than measuring.
 
-        What fails here fails again where it is measured, and is reported there.
+        What fails here fails again where it is measured, and is reported there; unless it leaves the GPU unusable, when
+        there is no telling which of them it was.
         """
 
         def run(row: Row) -> None:
@@ -167,9 +201,16 @@ class Suite:
                 capture(contender, self.device)
 
         mine = [r for r in self.rows if (r.case, r.dtype, r.scale_layout) == key and r.contender not in peers.PEERS]
+        mine = [row for row in mine if row.id not in self.one_by_one]
         self.device.clock.pause()  # CUPTI loses records of kernels that several threads launch at once
         with concurrent.futures.ThreadPoolExecutor(1 if self.device.interpret else COMPILE_THREADS) as pool:
             concurrent.futures.wait([pool.submit(run, row) for row in mine])
+        lost = self.device.lost()
+        if lost is not None:
+            names = [row.id for row in mine]
+            text = f"one of {len(names)} kernels that ran side by side left the GPU unusable ({lost})"
+            self.journal.write("notice", text=text, one_by_one=names)
+            self._end(f"{text}: {', '.join(names)}", "one after the other, so that the one at fault is named")
         self.device.clock.reset()
 
     def _make_ready(self, row: Row, data: Data) -> Contender | CannotRun | AssertionError:
@@ -178,21 +219,60 @@ class Suite:
             try:
                 self._errors[row] = measure.check(contender, data, self.device, contender.eager)
             except (RuntimeError, ValueError, TypeError) as error:
-                if row.contender not in peers.PEERS:
+                if row.contender not in peers.PEERS or self.device.lost() is not None:
                     raise
                 # A peer that its framework does not offer for this dtype or GPU says so when it is called.
                 raise CannotRun(f"{row.contender}: {str(error).splitlines()[0][:200]}") from error
         except CannotRun as error:
             self.journal.write("skipped", id=row.id, reason=str(error))
             return error
+        except AssertionError as error:
+            return error
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            self.journal.write("skipped", id=row.id, reason=f"failed: {reason[:500]}")
-            if isinstance(error, AssertionError):
-                return error
-            self._ready[row] = AssertionError(f"{row.id} failed before: {reason[:500]}")
+            self._ready[row] = AssertionError(f"failed before: {_reason(error)}")
             raise
         return contender
+
+    @contextlib.contextmanager
+    def _reported(self, row: Row | None, test: str) -> Iterator[None]:
+        """A failure is written to the journal, as one of the row's test, and said; the next test goes on.
+
+        Where the GPU can be used no more, the run ends here and says how to go on. row None: the published kernel,
+        with `test` as the id.
+        """
+        try:
+            yield
+        except pytest.exit.Exception:
+            raise
+        except Exception as error:
+            status, reason = "failed", _reason(error)
+            if isinstance(error, measure.WrongResult):
+                status, reason = "wrong", error.short
+            lost = self.device.lost()
+            name = test if row is None else f"{row.id} {test}"
+            facts = {"id": test} if row is None else {"id": row.id, **_identity(row), "sources": results.sources()}
+            fatal = {} if lost is None else {"fatal": True}
+            self.journal.write("failed", **facts, test=test, status=status, reason=reason, **fatal)
+            self.failed.append(f"{name}: {status}: {reason}")
+            self.say(f"{name}: {status}: {reason}")
+            if lost is not None:
+                self._end(f"{name} left the GPU unusable for this process ({lost})", "without this one")
+            raise
+
+    def _end(self, why: str, how: str) -> NoReturn:
+        pytest.exit(
+            f"{why}; what was measured before is in {self.journal.path}. To measure the rest, {how}: "
+            f"python -m bench compare --resume {self.journal.path}, with the same options",
+            returncode=LOST,
+        )
+
+    def _notices(self, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+        """What disturbed a measurement between two states of the machine."""
+        return list(dict.fromkeys((*watch.disturbances(before), *watch.disturbances(after))))
+
+    def _tell(self, line: str, notices: list[str]) -> None:
+        self.noticed.update(notices)
+        self.say("".join((line, *(f"\n    doubtful: {notice}" for notice in notices))))
 
     def _call_of(self, contender: Contender, data: Data, captured: bool) -> Callable[[], Any]:
         if not captured:
@@ -224,12 +304,16 @@ class Suite:
         )
         try:
             measure.recheck(contender, data, result)
-        except AssertionError as error:
+        except AssertionError:
             benchmark.has_error = True
-            self.journal.write("skipped", id=contender.row.id, reason=str(error))
             raise
         if benchmark.stats is None:
             return None
+        after = self.device.state()
+        notices = self._notices(before, after)
+        stats = benchmark.stats.stats
+        if coarse := watch.too_coarse(list(stats.data), stats.median):
+            notices.append(coarse)
         return {
             **measure.facts(contender, data, self.device),
             **self._errors[contender.row],
@@ -238,7 +322,9 @@ class Suite:
             "launch": launch,
             "samples": self.rounds,
             "state_before": before,
-            "state_after": self.device.state(),
+            "state_after": after,
+            "sources": results.sources(),
+            **({"notices": [f"{kind} {launch}: {notice}" for notice in notices]} if notices else {}),
         }
 
     def _record(self, benchmark: Any, info: dict[str, Any], *, without: tuple[str, ...] = ()) -> None:
@@ -248,11 +334,28 @@ class Suite:
         benchmark.extra_info["versions"] = versions()
         self.done += 1
 
-    def _progress(self, row: Row, what: str, seconds: float, rates: dict[str, float]) -> None:
+    def _progress(self, row: Row, what: str, seconds: float, rates: dict[str, float], notices: list[str]) -> None:
         rate = ""
         if rates:
             rate = f", {rates['tb_per_s']:.2f} TB/s, {rates['share_of_read_ceiling']:.0%} of the read ceiling"
-        self.say(f"[{self.done}/{self.total}] {row.id} {what} {seconds * 1e6:.1f} us{rate}")
+        self._tell(f"[{self.done}/{self.total}] {row.id} {what} {seconds * 1e6:.1f} us{rate}", notices)
+
+
+def _identity(row: Row) -> dict[str, Any]:
+    """What names a row in a table, as `measure.facts` has it."""
+    layout = row.problem.scale_layout
+    return {
+        "case": row.case.name, "dtype": row.dtype, "scale_layout": layout, "order": row.order,
+        "contender": row.contender,
+    }  # fmt: skip
+
+
+def _reason(error: Exception) -> str:
+    """One line of an exception: a CUDA error brings a paragraph of advice along."""
+    if isinstance(error, AssertionError) and str(error).startswith("failed before: "):
+        return str(error)
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {first}"[:300]
 
 
 def _us(seconds: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from backends.registry import BACKENDS
@@ -40,38 +40,110 @@ def kernel_times(found: dict[str, Any]) -> Table:
     Peers with 2-byte weights stand beside fp16 and bf16 alike: they move the same bytes.
     """
     timed = [row for row in found["rows"] if row.get("kernel_us")]
+    failed = [row for row in found["rows"] if _kernel_failure(row) and row["contender"] in BACKENDS]
     effects = {(pair["case"], _dtype(pair), pair["contender"]): pair for pair in found["pairs"] if pair["b"] == "row"}
     paired = [name for name in BACKENDS if any(key[2] == name for key in effects)]
-    groups = list(dict.fromkeys((row["case"], _dtype(row)) for row in timed if row["contender"] in BACKENDS))
+    ours = [row for row in timed if row["contender"] in BACKENDS]
+    groups = list(dict.fromkeys((row["case"], _dtype(row)) for row in (*ours, *failed)))
     headings = ["case", "dtype", "floor µs", *BACKENDS, "best peer", "floor ÷ best"]
     headings += [f"row ÷ column, {name}" for name in paired]
     lines = []
     for case, dtype in groups:
         own: dict[str, dict[str, Any]] = {}
-        for row in timed:
+        for row in ours:
             name = row["contender"]
-            if (row["case"], _dtype(row)) == (case, dtype) and name in BACKENDS:
+            if (row["case"], _dtype(row)) == (case, dtype):
                 own[name] = min(own.get(name, row), row, key=lambda item: item["kernel_us"])
+        amiss = {row["contender"]: row for row in failed if (row["case"], _dtype(row)) == (case, dtype)}
         peers = [
             row
             for row in timed
             if row["case"] == case and row["contender"] not in BACKENDS and _comparable(dtype, _dtype(row))
         ]
-        best = min(own.values(), key=lambda row: row["kernel_us"])
+        best = min(own.values(), key=lambda row: row["kernel_us"], default=None)
         peer = min(peers, key=lambda row: row["kernel_us"], default=None)
-        times = [_backend_time(own[name]) if name in own else "–" for name in BACKENDS]
+        times = [_cell(own.get(name), amiss.get(name)) for name in BACKENDS]
+        winner = best["contender"] if best else None
         lines.append(
             [
                 case,
                 dtype,
-                f"{best['floor_us']:.1f}",
-                *(f"**{t}**" if name == best["contender"] else t for name, t in zip(BACKENDS, times, strict=True)),
+                f"{best['floor_us']:.1f}" if best else "–",
+                *(f"**{t}**" if name == winner else t for name, t in zip(BACKENDS, times, strict=True)),
                 "–" if peer is None else f"{peer['kernel_us']:.1f} ({peer['contender']})",
-                f"{1 / best['times_floor']:.0%}",
+                f"{1 / best['times_floor']:.0%}" if best else "–",
                 *(_effect(effects.get((case, dtype, name))) for name in paired),
             ]
         )
     return headings, lines
+
+
+def notes(found: dict[str, Any]) -> list[str]:
+    """What a table cannot show: measurements that failed or were wrong, and what made times doubtful (marked †)."""
+    pairs = {(pair["id"].replace(f"/{pair['b']}-vs-column/", "/column/"), pair["b"]) for pair in found["pairs"]}
+    lines = []
+    for row in found["rows"]:
+        for test, reason in row.get("failures", {}).items():
+            if (row["id"], test.removeprefix("pair with ")) not in pairs:
+                lines.append(f"{row['id']} {test}: {reason}")
+    doubtful: dict[str, list[str]] = {}
+    for item in (*found["rows"], *found["pairs"]):
+        for notice in item.get("notices", ()):
+            doubtful.setdefault(notice, []).append(item["id"])
+    for notice, ids in doubtful.items():
+        others = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
+        lines.append(f"† {notice} ({ids[0]}{others})")
+    return [*lines, *found.get("notices", ())]
+
+
+def compared(files: Sequence[tuple[str, dict[str, Any]]]) -> tuple[str, Table]:
+    """(what the files differ in, kernel times side by side by id): nothing is merged, and what differs is told.
+
+    A ratio is that of the file over the first; rows of another config or source say so.
+    """
+    first_name, first = files[0]
+    told = []
+    for name, found in files[1:]:
+        differing = results.differences(first["run"], found["run"], results.RESUMED)
+        what = "; ".join(differing) if differing else "nothing: GPU, versions, settings and sources agree"
+        told.append(f"{name} differs from {first_name} in {what}")
+    times = [{row["id"]: row for row in found["rows"] if row.get("kernel_us")} for _, found in files]
+    headings = ["row", f"{first_name} µs"]
+    for name, _ in files[1:]:
+        headings += [f"{name} µs", "÷ first"]
+    lines = []
+    for row_id in dict.fromkeys(key for part in times for key in part):
+        base = times[0].get(row_id)
+        line = [row_id, _time(base and base["kernel_us"])]
+        for part in times[1:]:
+            row = part.get(row_id)
+            line += [_time(row and row["kernel_us"]), "–"]
+            if row and base:
+                line[-1] = f"{row['kernel_us'] / base['kernel_us']:.3f}{_other_kernel(base, row)}"
+        lines.append(line)
+    return "\n".join(told), (headings, lines)
+
+
+def _other_kernel(a: dict[str, Any], b: dict[str, Any]) -> str:
+    one, other = results.config_of(a), results.config_of(b)
+    if one != other:
+        return f" (config {one} → {other})"
+    return " (other sources)" if results.of_another_kernel(a, b) else ""
+
+
+def _cell(row: dict[str, Any] | None, amiss: dict[str, Any] | None) -> str:
+    if row is not None:
+        return _backend_time(row)
+    return "–" if amiss is None else _kernel_failure(amiss)
+
+
+def _kernel_failure(row: dict[str, Any]) -> str:
+    """Such as "wrong: error 3.1e-02 > 4.2e-04" of a row without a kernel time; empty where nothing failed."""
+    failures = row.get("failures", {})
+    if row.get("kernel_us") or not failures:
+        return ""
+    reason = failures.get("kernel") or next(iter(failures.values()))
+    return reason if len(reason) <= 60 else reason[:57] + "..."
 
 
 SHORT = (
@@ -224,7 +296,8 @@ def _peer_finding(found: dict[str, Any]) -> str:
     _, lines = kernel_times(found)
     ratios = []
     for line in lines:
-        times = [float(text.strip("*").split()[0]) for text in line[3 : 3 + len(BACKENDS)] if text != "–"]
+        cells = [text.strip("*").split()[0] for text in line[3 : 3 + len(BACKENDS)]]
+        times = [float(text) for text in cells if text[0].isdigit()]  # the others: not measured, failed, wrong
         peer = line[3 + len(BACKENDS)]
         if times and peer != "–":
             ratios.append(float(peer.split()[0]) / min(times))
@@ -296,7 +369,7 @@ def _effect(pair: dict[str, Any] | None) -> str:
 
 def _backend_time(row: dict[str, Any]) -> str:
     order = "" if row["order"] == "column" else f" ({row['order']})"
-    return f"{row['kernel_us']:.1f}{order}"
+    return f"{row['kernel_us']:.1f}{order}{' †' if row.get('notices') else ''}"
 
 
 def _time(microseconds: float | None) -> str:

@@ -78,7 +78,10 @@ def test_wrong_result_has_no_time(tmp_path: Path) -> None:
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert found.returncode == 1
     assert "is above its bound" in found.stdout
-    assert [line["kind"] for line in results.read(run)] == ["run", "skipped"]
+    lines = results.read(run)
+    assert {line["kind"] for line in lines[1:]} == {"failed"}
+    assert {line["test"] for line in lines[1:]} == {"kernel", "kernel captured", "call", "call captured"}
+    assert {line["status"] for line in lines[1:]} == {"wrong"}
     assert not report.exists()
 
 
@@ -96,6 +99,7 @@ def test_run_cut_short_keeps_what_it_measured(tmp_path: Path) -> None:
     output, _ = child.communicate(timeout=120)
     assert len([line for line in results.read(run) if line["kind"] == "time"]) >= 3
     assert "Kernel time, µs" in output
+    assert f"python -m bench compare --resume {run}" in output
     assert child.returncode != 0
 
 
