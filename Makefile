@@ -1,5 +1,6 @@
 # make test     everything that needs no GPU (and, on a GPU, the same suite compiled): ruff, mypy, pytest
 # make bench    compare the frameworks on this GPU; without one, the correctness matrix in the interpreters
+# make locality does tile order matter, and with FP8? ten minutes or less on a GPU; run again, it goes on
 # make report   rewrite the tables and pictures of README and notes from the committed results
 # make mutants  kernels with one planted fault each, which the suite must catch (not part of make test)
 # Each sets up .venv by itself. PYTHON=... picks the interpreter, ARGS=... goes to the command behind the target.
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: test bench report mutants lint clean
+.PHONY: test bench locality report mutants lint clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt tools/find-python
@@ -27,6 +28,10 @@ test: lint
 
 bench: $(STAMP)
 	$(BIN)/python -m bench compare $(ARGS)
+
+locality: $(STAMP)
+	$(BIN)/python -m bench locality $(ARGS)
+	$(BIN)/python -m bench report
 
 report: $(STAMP)
 	$(BIN)/python -m bench report $(ARGS)

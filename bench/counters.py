@@ -58,6 +58,8 @@ METRICS = {
     "grid": Metric("launch__grid_size"),
 }
 """Our names and ncu's. Percentages are 0 to 100."""
+_BESIDE = ("_zero", "_reduce")
+"""Endings of the names of split-K's other kernels: counters are those of the GEMM kernel."""
 _LIMITS = ("registers", "shared_memory", "warps", "blocks")
 
 
@@ -189,7 +191,7 @@ def join(
     Raises ValueError where a counted launch belongs to no point.
     """
     rows = []
-    waiting = list(launches)
+    waiting = [launch for launch in launches if not str(launch["kernel"]).endswith(_BESIDE)]
     for point, fact in zip(points, facts, strict=False):
         row = {"id": point.id, "point": point.to_mapping(), "cache_control": cache, **fact}
         if fact["launches"] and waiting and _kernel_name(point) in str(waiting[0]["kernel"]):
@@ -201,7 +203,8 @@ def join(
     if waiting:
         raise ValueError(f"ncu counted {len(waiting)} launches of {waiting[0]['kernel']} that belong to no point")
     for point in points[len(facts) :]:
-        rows.append({"id": point.id, "point": point.to_mapping(), "failed": "the child ended before it", "launches": 0})
+        row = {"id": point.id, "point": point.to_mapping(), "cache_control": cache}
+        rows.append(row | {"failed": "the child ended before it", "launches": 0})
     return rows
 
 
@@ -237,6 +240,7 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Headings and lines, for a terminal or a document."""
     headings = [
         "point",
+        "cache control",
         "DRAM read MB",
         "needed MB",
         "ratio",
@@ -249,11 +253,12 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     lines = []
     for row in rows:
         if not row.get("launches"):
-            lines.append([row["id"], row.get("failed", ""), *[""] * (len(headings) - 2)])
+            lines.append([row["id"], row["cache_control"], row.get("failed", ""), *[""] * (len(headings) - 3)])
             continue
         lines.append(
             [
                 row["id"],
+                row["cache_control"],
                 _show(row["dram_read_bytes"], 1e6),
                 _show(row["needed_bytes"], 1e6),
                 f"{row['dram_read_over_needed']:.2f}",
@@ -271,13 +276,16 @@ def _show(value: float | None, unit: float = 1.0) -> str:
     return "–" if value is None else f"{value / unit:.1f}"
 
 
-def collect(points: Sequence[Point], out: Path, *, say: Callable[[str], None], keep: Path | None = None) -> int:
-    """Counters of the points that `out` does not hold yet, as JSON lines behind what it holds; how many were added."""
-    known = {row["id"] for row in read(out) if row.get("launches")} if out.exists() else set()
+def collect(
+    points: Sequence[Point], out: Path, *, say: Callable[[str], None], keep: Path | None = None, cache: str = "all"
+) -> int:
+    """Counters of the points that `out` does not hold yet with this cache control, as JSON lines behind what it holds;
+    how many were added. cache, keep: as `measure` takes them."""
+    known = {row["id"] for row in read(out, cache) if row.get("launches")} if out.exists() else set()
     missing = [point for point in points if point.id not in known]
     if not missing:
         return 0
-    rows = measure(missing, say=say, keep=keep)
+    rows = measure(missing, cache=cache, say=say, keep=keep)
     where = environment()
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", encoding="utf-8") as file:
@@ -286,10 +294,10 @@ def collect(points: Sequence[Point], out: Path, *, say: Callable[[str], None], k
     return len(rows)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file that `collect` wrote; a later row of the same point counts."""
+def read(path: Path, cache: str = "all") -> list[dict[str, Any]]:
+    """Rows of a file that `collect` wrote with this cache control; a later row of the same point counts."""
     rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return list({row["id"]: row for row in rows}.values())
+    return list({row["id"]: row for row in rows if row["cache_control"] == cache}.values())
 
 
 def launch_table(launches: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -8,14 +8,61 @@ from typing import Annotated, Any
 
 import typer
 
+from bench.predict import predict
 from shared.checks import ArgumentError
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 def add_to(app: typer.Typer) -> None:
-    for verb in (counters,):
+    for verb in (
+        locality,
+        counters,
+        predict,
+    ):
         app.command()(verb)
+
+
+def locality(
+    seconds: Annotated[
+        float, typer.Option(help="start no further cell after so many seconds; run again to go on")
+    ] = 540,
+    keyword: Annotated[str, typer.Option("-k", help="only cells whose id contains this")] = "",
+    out: Annotated[Path | None, typer.Option(help="folder to write to; default: this GPU's in bench/results")] = None,
+    with_counters: Annotated[bool, typer.Option("--counters/--no-counters", help="read counters too, with ncu")] = True,
+    clock: Annotated[str, typer.Option(help="cupti or jax-cupti")] = "cupti",
+    as_json: Json = False,
+) -> None:
+    """Does tile order matter, and with FP8? Measures what is missing (on a GPU), then prints the verdict."""
+    from bench import counters, results, verdict
+    from bench import locality as cells
+    from bench.clock import ClockError
+    from bench.machine import Machine, gpu_key, smi
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    gpu = smi(("name",)).get("name")
+    if gpu is None:
+        say("No NVIDIA GPU here: what follows was measured elsewhere. `python -m bench predict` needs none.")
+        folders = [out] if out else sorted(path.parent for path in results.RESULTS.glob("*/locality.jsonl"))
+    else:
+        folder = out or results.RESULTS / gpu_key(gpu)
+        folders = [folder]
+        try:
+            device = Machine(clock)
+            done = cells.run(folder / "locality.jsonl", device, seconds=seconds, say=say, keyword=keyword)
+            if done and not keyword:
+                from bench import steps
+
+                steps.run(folder / "steps.jsonl", device, say=say)
+            if done and with_counters and not keyword:
+                counters.collect(_model_points(), folder / "counters.jsonl", say=say)
+        except (counters.CountersUnavailable, ClockError) as reason:
+            say(f"not measured: {reason}")
+    found = {folder.name: verdict.load(folder) for folder in folders}
+    answers = {name: verdict.answer(measured, counted) for name, (measured, counted, _) in found.items()}
+    typer.echo(json.dumps(answers) if as_json else "\n\n".join(f"{name}:\n{text}" for name, text in answers.items()))
 
 
 def counters(
@@ -49,16 +96,16 @@ def counters(
             rows: list[dict[str, Any]] = counters.parse(source.read_text(encoding="utf-8"))
         elif model_points:
             target = out or Path("counters.jsonl")
-            counters.collect(_model_points(), target, say=say, keep=keep)
-            rows = counters.read(target)
+            counters.collect(_model_points(), target, say=say, keep=keep, cache=cache)
+            rows = counters.read(target, cache)
         else:
             points = _points(
                 model, gemm, tp, tokens or [8], dtype or ["fp16"], order or ["row", "column"],
                 backend or ["torch-triton"], config, routing, seed,
             )  # fmt: skip
             if out is not None:
-                counters.collect(points, out, say=say, keep=keep)
-                rows = counters.read(out)
+                counters.collect(points, out, say=say, keep=keep, cache=cache)
+                rows = counters.read(out, cache)
             else:
                 rows = counters.measure(points, cache=cache, say=say, keep=keep)
     except (counters.CountersUnavailable, ValueError, OSError) as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import statistics
 import time
@@ -24,12 +25,12 @@ import numpy as np
 from bench import pairs
 from bench.cache_points import tile
 from bench.cases import Case, Row
-from shared.config import Config
+from shared.config import REDUCTIONS, Config
 from shared.models import model, models
 from shared.orders import ORDERS
 from shared.problem import Problem
 
-ROUNDS = 16
+ROUNDS = 12
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048)
 DTYPES = ("fp16", "fp8-w8a16", "fp8-w8a8")
 DOWN = (("mixtral-8x7b", "qwen3-30b-a3b"), (16, 128, 512, 2048))
@@ -40,20 +41,31 @@ BLOCK_M = (16, 32, 64, 128)
 COMPILE_THREADS = 12
 EVEN_ORDERS = ("row", "column", "grouped")
 """Orders compared under even routing; `popular` is for skewed routing."""
+SPLIT = (("deepseek-v3", "qwen3-30b-a3b", "olmoe-1b-7b", "mixtral-8x7b"), (1, 2, 4, 8))
+SPLIT_PARTS = (2, 4)
+FEW_TILES = 2 * 132
+"""Splitting K is tried where tiles of 64 channels are fewer than two for each of an H200's multiprocessors."""
+Combo = tuple[Config, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One batch of one layer in one dtype on one backend."""
+    """One batch of one layer in one dtype on one backend.
+
+    question: "order", which compares orders by the time of the GEMM kernel, or "split-k", which compares parts of K and
+              their reductions in column order, by the GPU time of all kernels of a call: a sum of partial sums is one
+    """
 
     case: Case
     dtype: str
     backend: str = "torch-triton"
     routing: str = "uniform"
+    question: str = "order"
 
     @property
     def id(self) -> str:
-        return f"{self.case.name}/{self.dtype}/{self.backend}/{self.routing}"
+        asked = "" if self.question == "order" else f"/{self.question}"
+        return f"{self.case.name}/{self.dtype}/{self.backend}/{self.routing}{asked}"
 
     @property
     def problem(self) -> Problem:
@@ -64,28 +76,42 @@ class Cell:
         """What shares its weights."""
         return self.case.model, self.case.gemm, self.dtype
 
-    @property
-    def orders(self) -> tuple[str, ...]:
-        return EVEN_ORDERS if self.routing == "uniform" else ORDERS
-
-    def configs(self, counts: np.ndarray) -> list[Config]:
-        """Tile shapes to compare: the best known one, and token tiles up to twice the largest expert's slots."""
+    def combos(self, counts: np.ndarray) -> list[Combo]:
+        """(tile, order) pairs to time in turn, among those that the backend takes."""
         import backends
 
+        best = backends.config_for(self.problem, backend=self.backend, gpu="NVIDIA H200")
+        if self.question == "split-k":
+            configs = [best, *_split_tiles(self.dtype, self.backend)]
+            orders: tuple[str, ...] = ("column",)
+        else:
+            configs = [best, *self._tiles(counts)]
+            orders = EVEN_ORDERS if self.routing == "uniform" else ORDERS
         refused = backends.load(self.backend).unsupported
-        found = [backends.config_for(self.problem, backend=self.backend, gpu="NVIDIA H200")]
+        taken = [config for config in dict.fromkeys(configs) if refused(self.problem, config) is None]
+        return list(itertools.product(taken, orders))
+
+    def _tiles(self, counts: np.ndarray) -> list[Config]:
+        """Token tiles up to twice the largest expert's slots; the other backends show their best tile alone."""
         if self.backend != "torch-triton":
-            return found
+            return []
         largest = int(counts.max(initial=1))
-        for block_m in BLOCK_M:
-            config = tile(self.dtype, block_m)
-            if (
-                config not in found
-                and refused(self.problem, config) is None
-                and (block_m == 16 or block_m < 2 * largest)
-            ):
-                found.append(config)
-        return found
+        return [tile(self.dtype, block_m) for block_m in BLOCK_M if block_m == 16 or block_m < 2 * largest]
+
+
+def _split_tiles(dtype: str, backend: str) -> list[Config]:
+    """Narrow tiles, whole and with K in parts, by each reduction."""
+    block_k = 128 if dtype == "fp16" else 256
+    shapes = [(64, True, 4), (32, False, 5), (64, False, 4)]
+    if backend == "pallas-mosaic":
+        shapes = [(64, True, 4), (128, True, 4)]
+    found = []
+    for block_n, swap_ab, num_stages in shapes:
+        whole = Config(block_m=16, block_n=block_n, block_k=block_k, num_stages=num_stages, swap_ab=swap_ab)
+        found.append(whole)
+        for split_k, reduction in itertools.product(SPLIT_PARTS, REDUCTIONS):
+            found.append(whole.replace(split_k=split_k, reduction=reduction))
+    return found
 
 
 def cells() -> Iterator[Cell]:
@@ -106,6 +132,7 @@ def cells() -> Iterator[Cell]:
 
 def _cells() -> Iterator[Cell]:
     for dtype in DTYPES:
+        skewed = SKEWED[0] if dtype != "fp8-w8a16" else ()
         for name in models():
             yield from (Cell(Case(model(name), "gate-up", tokens), dtype) for tokens in TOKENS)
         for name in DOWN[0]:
@@ -113,9 +140,15 @@ def _cells() -> Iterator[Cell]:
         for name in OTHERS[0]:
             for backend in OTHER_BACKENDS:
                 yield from (Cell(Case(model(name), "gate-up", tokens), dtype, backend) for tokens in OTHERS[1])
-        for name in SKEWED[0]:
+        for name in skewed:
             for routing in SKEWED[1]:
                 yield from (Cell(Case(model(name), "gate-up", tokens), dtype, routing=routing) for tokens in SKEWED[2])
+        for name in SPLIT[0]:
+            for gemm, tokens in itertools.product(("gate-up", "down"), SPLIT[1]):
+                cell = Cell(Case(model(name), gemm, tokens), dtype, question="split-k")
+                if cell.problem.tile_cols(64) * min(cell.problem.experts, cell.problem.slots) < FEW_TILES:
+                    yield cell
+        yield Cell(Case(model("deepseek-v3"), "gate-up", 1), dtype, "pallas-mosaic", question="split-k")
 
 
 def run(
@@ -170,16 +203,15 @@ def _free() -> None:
 def measure(cell: Cell, data: Any, device: Any, rounds: int) -> dict[str, Any]:
     """The cell's facts and, for each (tile, order): its samples in µs by round, in rounds that all of them share."""
     from bench.contenders import CannotRun, Contender, prepare, wait
-    from bench.measure import check, gpu_sample
+    from bench.measure import check
 
     ready: list[Contender] = []
     failed: dict[str, str] = {}
-    for config in cell.configs(data.counts):
-        for order in cell.orders:
-            try:
-                ready.append(prepare(Row(cell.case, cell.dtype, order, cell.backend), data, device, config=config))
-            except CannotRun as refusal:
-                failed[f"{config} {order}"] = str(refusal)
+    for config, order in cell.combos(data.counts):
+        try:
+            ready.append(prepare(Row(cell.case, cell.dtype, order, cell.backend), data, device, config=config))
+        except CannotRun as refusal:
+            failed[f"{config} {order}"] = str(refusal)
 
     def compiled(contender: Contender) -> str | None:
         try:
@@ -193,7 +225,8 @@ def measure(cell: Cell, data: Any, device: Any, rounds: int) -> dict[str, Any]:
         reasons = list(pool.map(compiled, ready))
     device.clock.reset()
     combos: list[tuple[Contender, dict[str, Any]]] = []
-    records: int | None = None
+    records: dict[tuple[bool, str], int] = {}
+    whole = cell.question == "split-k"
     for contender, reason in zip(ready, reasons, strict=True):
         name = f"{contender.config} {contender.row.order}"
         if reason is not None:
@@ -204,22 +237,24 @@ def measure(cell: Cell, data: Any, device: Any, rounds: int) -> dict[str, Any]:
         except AssertionError as wrong:
             failed[name] = str(wrong)
             continue
-        contender.records = records  # the same kernels in every order
         assert contender.config is not None
+        kernels = (contender.config.split_k > 1, contender.config.reduction)  # the same in every tile and order
+        contender.records = records.get(kernels)
         combo = {
             "config": dataclasses.asdict(contender.config), "order": contender.row.order,
             "tile_rows": contender.tile_rows, "error": float(f"{error:.3g}"),
         }  # fmt: skip
         combos.append((contender, combo | {"samples_us": []}))
-        if records is None:
-            gpu_sample(contender, device)
-            records = contender.records
+        if contender.records is None:
+            _sample(contender, device, whole)
+            assert contender.records is not None
+            records[kernels] = contender.records
 
     rng = np.random.default_rng(0)
     for _ in range(rounds):
         for which in rng.permutation(len(combos)):
             contender, combo = combos[which]
-            combo["samples_us"].append(round(gpu_sample(contender, device) * 1e6, 3))
+            combo["samples_us"].append(round(_sample(contender, device, whole) * 1e6, 3))
 
     counts = data.counts
     active = int((counts > 0).sum())
@@ -237,6 +272,7 @@ def measure(cell: Cell, data: Any, device: Any, rounds: int) -> dict[str, Any]:
         "dtype": cell.dtype,
         "backend": cell.backend,
         "routing": cell.routing,
+        "question": cell.question,
         "active_experts": active,
         "largest_expert": int(counts.max(initial=0)),
         "slots_per_active_expert": round(data.problem.slots / max(1, active), 3),
@@ -245,6 +281,22 @@ def measure(cell: Cell, data: Any, device: Any, rounds: int) -> dict[str, Any]:
         "combos": [combo for _, combo in combos],
         "failed": failed,
     }
+
+
+def _sample(contender: Any, device: Any, whole: bool) -> float:
+    """GPU seconds of one eager call after a flush: of its GEMM kernel, or of all its kernels."""
+    from bench.contenders import wait
+    from bench.measure import GpuTimer, records_of, repetition
+
+    if contender.records is None:
+        contender.records = records_of(contender, device, contender.eager)
+    device.flush()
+    again = repetition(contender, device, contender.eager, flush=True)
+    timer = GpuTimer(device.clock, device.synchronize, contender.kernel_name, contender.records, again)
+    start = timer()
+    wait(contender.eager(), contender.framework, device)
+    seconds = timer() - start
+    return timer.totals[-1] if whole else seconds
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -305,6 +357,21 @@ def best_tiles(cell: dict[str, Any], better: str, worse: str) -> Win | None:
     return _win(better, worse, best[0], best[1], slice(1, None, 2))
 
 
+def best_split(cell: dict[str, Any], reduction: str | None = None) -> Win | None:
+    """The best tile with K in parts, by `reduction` or any, against the best whole one, picked as in `best_tiles`."""
+    whole, parts = [], []
+    for combo in cell["combos"]:
+        config = Config.from_mapping(combo["config"])
+        if config.split_k == 1:
+            whole.append(combo)
+        elif reduction in (None, config.reduction):
+            parts.append(combo)
+    if not whole or not parts:
+        return None
+    a, b = (min(combos, key=lambda combo: statistics.median(combo["samples_us"][::2])) for combos in (parts, whole))
+    return _win("split", "whole", a, b, slice(1, None, 2))
+
+
 def _by_config(cell: dict[str, Any], order: str) -> dict[Config, dict[str, Any]]:
     return {Config.from_mapping(combo["config"]): combo for combo in cell["combos"] if combo["order"] == order}
 
@@ -317,6 +384,9 @@ def _win(better: str, worse: str, a: dict[str, Any], b: dict[str, Any], rounds: 
 
 def told(cell: dict[str, Any]) -> str:
     """One line for the progress of a run."""
+    if cell["question"] == "split-k":
+        split = best_split(cell)
+        return "nothing ran" if split is None else f"whole/split {split.ratio:.3f} [{split.low:.3f}, {split.high:.3f}]"
     best = best_tiles(cell, "column", "row")
     if best is None:
         return f"nothing ran: {cell['failed']}"

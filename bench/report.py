@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import picture, porting, results, tables
+from bench import evidence, picture, porting, results, tables
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "notes").glob("*.md")))
@@ -41,7 +41,7 @@ def rewrite(*, check: bool, documents: Sequence[Path] = DOCUMENTS, folder: Path 
     changed = []
     for document in documents:
         text = document.read_text(encoding="utf-8")
-        wanted = _BLOCK.sub(lambda match: _block(match, by_gpu), text)
+        wanted = _BLOCK.sub(lambda match: _block(match, by_gpu, folder), text)
         if wanted != text:
             changed.append(f"{document.name}: generated blocks differ from the committed results or sources")
             if not check:
@@ -53,16 +53,27 @@ def rewrite(*, check: bool, documents: Sequence[Path] = DOCUMENTS, folder: Path 
             changed.append(f"{path.parent.name}/{path.name}: shows other data than the committed results")
             if not check:
                 path.write_text(picture.draw(drawn, title=_title(found)), encoding="utf-8")
+        for name, (digest, draw) in evidence.pictures(folder / gpu).items():
+            path = folder / gpu / name
+            if not (path.exists() and f"data: {digest}" in path.read_text(encoding="utf-8")):
+                changed.append(f"{gpu}/{name}: shows other data than the committed results")
+                if not check:
+                    path.write_text(draw(), encoding="utf-8")
     return changed
 
 
-def _block(match: re.Match[str], by_gpu: dict[str, dict[str, Any]]) -> str:
+def _block(match: re.Match[str], by_gpu: dict[str, dict[str, Any]], folder: Path) -> str:
     name = match["name"]
     if name in SOURCE_BLOCKS:
         return f"{match[1]}{porting.markdown(SOURCE_BLOCKS[name])}\n{match[4]}"
-    if name not in BLOCKS:
-        raise ValueError(f"got a generated block {name!r}; known: {', '.join([*BLOCKS, *SOURCE_BLOCKS])}")
-    parts = [BLOCKS[name](found) for found in by_gpu.values()] or [NO_RESULTS]
+    if name in evidence.BLOCKS:
+        parts = [evidence.BLOCKS[name](folder / gpu, found) for gpu, found in by_gpu.items()]
+    elif name in BLOCKS:
+        parts = [BLOCKS[name](found) for found in by_gpu.values()]
+    else:
+        known = ", ".join([*BLOCKS, *evidence.BLOCKS, *SOURCE_BLOCKS])
+        raise ValueError(f"got a generated block {name!r}; known: {known}")
+    parts = parts or [NO_RESULTS]
     return f"{match[1]}{'\n\n'.join(parts)}\n{match[4]}"
 
 
