@@ -52,7 +52,7 @@ class Journal:
         self.path = path
         self.count = 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        _end_at_a_line(path)
+        end_at_a_line(path)
 
     def write(self, kind: str, **values: Any) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -60,7 +60,7 @@ class Journal:
         self.count += kind not in ("run", "notice")
 
 
-def _end_at_a_line(path: Path) -> None:
+def end_at_a_line(path: Path) -> None:
     """Take away the last line if it was cut off in the middle, as in a run that was killed: more lines will follow."""
     if not path.exists():
         return
@@ -213,7 +213,10 @@ def _updated(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     gone = {field for test in failed for field in TESTS.get(test, ())}
     if any(reason.startswith("wrong") for reason in failed.values()):
         gone = _ALL_FIELDS
-    row = {**{key: value for key, value in old.items() if key not in gone}, **new}
+    kept = {key: value for key, value in old.items() if key not in gone}
+    if "kernel_us" in kept and "kernel_us" not in new:  # a kernel time keeps the floor of its own run
+        new = {key: value for key, value in new.items() if key not in _OF_THE_RUN}
+    row = {**kept, **new}
     failures = {
         test: reason for test, reason in old.get("failures", {}).items() if TESTS.get(test, ("",))[0] not in new
     }
@@ -223,6 +226,10 @@ def _updated(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
         if value:
             row[key] = value
     return row
+
+
+_OF_THE_RUN = ("floor_us", "read_ceiling_tb_per_s", "state_before", "state_after")
+"""What a row says of the run that its kernel time comes from."""
 
 
 def of_another_kernel(old: dict[str, Any], new: dict[str, Any]) -> bool:
