@@ -10,7 +10,7 @@ decode, where a kernel is as fast as it reads weights, a pipeline that drained a
 a memory latency per tile.
 
 wgmma's left operand has 64 rows at least, its right one 8 columns or more. The weights (block_n x block_k) are the left
-one; the tokens, far fewer, the right one, read through a transposed view. The accumulator is (block_n, block_m).
+one; the tokens, far fewer, the right one, read through a transposed view. The accumulator is (block_n, height).
 
 TMA reads boxes of equally strided rows, so XLA gathers the rows of x beforehand (`x_rows`, sorted by expert and padded
 to block_m) and takes each slot's row out of the kernel's output afterwards. That last gather also puts the zero rows of
@@ -27,8 +27,9 @@ Sources: the CUDA PTX manual (wgmma, cp.async.bulk.tensor), JAX's Pallas documen
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from backends import jax_plan
+from backends import mosaic_rows
 from backends.compiled import Compiled
+from backends.mosaic_rows import pad_to, reads_all_tokens, tile_height
 from backends.registry import BackendUnavailable
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
@@ -57,6 +59,8 @@ SWIZZLES = (128, 64, 32)
 copies whole columns, so a row of w and of x is a multiple of the width."""
 SHARED_ALIGNMENT = 1024
 """Bytes: each shared-memory array starts at a multiple of this (the period of the 128-byte swizzle)."""
+_interpreting = threading.Lock()
+"""Mosaic's interpreter keeps its memory in one place for the whole process: one call at a time."""
 
 
 class Tile(NamedTuple):
@@ -66,6 +70,7 @@ class Tile(NamedTuple):
     col: jax.Array
     part: jax.Array  # which of the parts of K
     expert: jax.Array
+    height: jax.Array  # index of the least of the kernel's heights that has all its slots
 
 
 def unavailable(*, interpret: bool) -> str | None:
@@ -119,10 +124,11 @@ def unsupported(problem: Problem, config: Config) -> str | None:
 
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory of a thread block: the stages of x and w, the output tile, one barrier per stage."""
+    height = tile_height(problem, config)
     arrays = (
-        config.num_stages * config.block_m * config.block_k * problem.x_itemsize,
+        config.num_stages * height * config.block_k * problem.x_itemsize,
         config.num_stages * config.block_n * config.block_k * problem.w_itemsize,
-        config.block_m * config.block_n * _sum_dtype(problem, config).itemsize,
+        height * config.block_n * _sum_dtype(problem, config).itemsize,
     )
     return sum(_round_up(size, SHARED_ALIGNMENT) for size in arrays) + _round_up(8 * config.num_stages, 128)
 
@@ -163,34 +169,24 @@ def moe_gemm(
     # As an array: a NaN equals nothing, so as a static argument it would be traced anew on every call.
     fill_value = None if fill is None else jnp.asarray(fill, x.dtype)
     arrays = x, w, topk_ids, w_scale, topk_weight, popularity, fill_value
+    if interpret and not isinstance(x, jax.core.Tracer):
+        with _interpreting:
+            return jax.block_until_ready(_moe_gemm(*arrays, problem, order, config, interpret, blocks))
     return _moe_gemm(*arrays, problem, order, config, interpret, blocks)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "order", "config", "interpret", "blocks"))
 def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, popularity, fill, problem, order, config, interpret, blocks):
-    popular = order == "popular"
-    plan = jax_plan.plan(topk_ids, problem.experts, config.block_m, popular=popular, popularity=popularity)
-    x, x_scale = jax_plan.prepare_tokens(x, problem)
-    row_scale = None if x_scale is None else _gather(x_scale, plan.sorted_slot // problem.top_k)
-    if topk_weight is not None:
-        row_weight = _gather(topk_weight.reshape(-1), plan.sorted_slot)
-        row_scale = row_weight if row_scale is None else row_scale * row_weight
-
     k = max(_round_up(problem.k, SWIZZLES[-1] // problem.w_itemsize), config.block_k)
     n = max(_round_up(problem.n, 8), config.block_n)
-    x = _pad_to(x, (problem.tokens, k))
-    w = _pad_to(w, (problem.experts, n, k))
+    rows = mosaic_rows.prepare(x, topk_ids, topk_weight, popularity, k, problem, order, config)
+    w = pad_to(w, (problem.experts, n, k))
     if problem.scale_layout == "channel":
-        w_scale = _pad_to(w_scale, (problem.experts, problem.tile_cols(config.block_n) * config.block_n))
-
-    x_rows = _gather(x, plan.sorted_slot // problem.top_k)
-    # Tile rows of -1 slots come after all others, and the gather below puts their zeros.
-    tile_rows = jnp.sum(plan.tile_expert >= 0, dtype=jnp.int32, keepdims=True)
-    tile_span = plan.tile_span if popular else None
+        w_scale = pad_to(w_scale, (problem.experts, problem.tile_cols(config.block_n) * config.block_n))
     gemm = _kernel(problem, order, config, blocks, interpret)
-    y_rows = gemm(tile_rows, plan.tile_expert, tile_span, x_rows, w, row_scale, w_scale, fill=fill)
+    y_rows = gemm(*rows[:-1], w, w_scale, fill=fill)
     # One matrix, or one for each part of K, added in this order.
-    slot_rows = [part[plan.position, : problem.n] for part in y_rows.reshape(-1, *y_rows.shape[-2:])]
+    slot_rows = [part[rows.position, : problem.n] for part in y_rows.reshape(-1, *y_rows.shape[-2:])]
     y = functools.reduce(jnp.add, slot_rows).astype(problem.activation)
     y = y.reshape(problem.tokens, problem.top_k, problem.n)
     has_expert = (topk_ids >= 0) & (topk_ids < problem.experts)
@@ -198,19 +194,16 @@ def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, popularity, fill, problem, o
 
 
 def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret: bool) -> Callable:
-    """The GEMM by `blocks` blocks: (tile_rows, tile_expert, tile_span, x_rows, w, row_scale, w_scale) -> y_rows.
+    """The GEMM by `blocks` thread blocks: (*`Rows` but its position, w, w_scale) -> y_rows. R tile rows.
 
-    tile_rows (1,) int32      tile rows with an expert: the first ones; others are not touched
-    tile_expert (R,) int32    expert of each tile row
-    tile_span (R, 2) int32    for order "popular", else None: the expert's first tile row, and how many it has
-    x_rows (R * block_m, K)   rows of x sorted by expert
-    w (E, N, K)               N a multiple of 8, K of 32 bytes, no less than block_n and block_k
-    row_scale (R * block_m,)  float32 or None: activation scale times routing weight
-    w_scale                   float32 or None: (E, tile_cols * block_n) or (E, ceil(N/128), ceil(K/128))
-    y_rows (R * block_m, >=N) what lies past N is not to be read; (parts, R * block_m, >=N) where the parts of K are
-                              kept apart
+    w (E, N, K)   N a multiple of 8, K of 32 bytes, no less than block_n and block_k
+    w_scale       float32 or None: (E, tile_cols * block_n) or (E, ceil(N/128), ceil(K/128))
+    y_rows        (R * height, >=N), or (parts, R * height, >=N) where the parts of K are kept apart. What lies past N,
+                  and rows of no slot, are not to be read.
     """
-    block_m, block_n, block_k, stages = config.block_m, config.block_n, config.block_k, config.num_stages
+    block_n, block_k, stages = config.block_n, config.block_k, config.num_stages
+    height = tile_height(problem, config)
+    heights = [height] if reads_all_tokens(problem) else _doubling(8, height)
     k_steps = ceil_div(problem.k, block_k)
     tile_cols = problem.tile_cols(block_n)
     parts, steps_per_part = _parts(problem, config), config.k_steps_per_split(problem.k)
@@ -218,12 +211,13 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     adds_up = parts > 1 and config.reduction != "two-pass"
     # Pallas's interpreter has no adding store. There, parts are kept apart in y_dtype and added afterwards.
     apart = parts > 1 and (interpret or not adds_up)
+    store_op: Literal["add"] | None = "add" if adds_up else None
     block_scaled = problem.scale_layout == "block"
     widens = problem.dtype == "fp8-w8a16"
 
     def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled, wide_smem=None):
-        rows_gmem, expert_gmem, span_gmem, x_gmem, w_gmem, row_scale_gmem, w_scale_gmem = inputs
-        tile_rows = rows_gmem[0]
+        x_gmem, row_scale_gmem, slot_gmem, expert_gmem, rows_gmem, span_gmem, w_gmem, w_scale_gmem = inputs
+        tile_rows = rows_gmem[rows_gmem.shape[0] - 1]
         tiles = tile_rows * tile_cols
         block = lax.axis_index("block")
         my_tiles = lax.div(tiles * parts - block + (blocks - 1), jnp.int32(blocks))
@@ -235,7 +229,17 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 part = lax.div(pid, tiles)
                 pid -= part * tiles
             row, col = _tile(order, pid, tile_rows, tile_cols, config.group_m, span_gmem)
-            return Tile(row, col, part, expert_gmem[row])
+            needed = jnp.int32(0)
+            for h in heights[:-1]:
+                needed += (slot_gmem[row * height + h] < problem.slots).astype(jnp.int32)
+            return Tile(row, col, part, expert_gmem[row], needed)
+
+        def rows_of_slots(tile: Tile, copy: Callable[[int], None]) -> None:
+            """copy(h) for the least of `heights` that has all slots of the tile: what lies below them is padding."""
+            lax.switch(tile.height, [functools.partial(copy, h) for h in heights])
+
+        def x_row(tile: Tile) -> jax.Array | int:
+            return 0 if slot_gmem is None else tile.row * height
 
         def first_step(tile: Tile) -> jax.Array | int:
             return tile.part * steps_per_part if parts > 1 else 0
@@ -248,8 +252,13 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             """Fill `stage` with the K step that `ahead` names: (i, step, my i-th tile). Returns the next one."""
             i, step, tile = ahead
             k_slice = pl.ds((first_step(tile) + step) * block_k, block_k)
-            rows, columns = pl.ds(tile.row * block_m, block_m), pl.ds(tile.col * block_n, block_n)
-            plgpu.copy_gmem_to_smem(x_gmem.at[rows, k_slice], x_smem.at[stage], filled.at[stage])
+            columns = pl.ds(tile.col * block_n, block_n)
+
+            def copy_x(h: int) -> None:
+                source = x_gmem.at[pl.ds(x_row(tile), h), k_slice]
+                plgpu.copy_gmem_to_smem(source, x_smem.at[stage, pl.ds(0, h)], filled.at[stage])
+
+            rows_of_slots(tile, copy_x)
             plgpu.copy_gmem_to_smem(w_gmem.at[tile.expert, columns, k_slice], w_smem.at[stage], filled.at[stage])
 
             def next_tile():
@@ -299,28 +308,28 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                     multiply(acc, stage)
                     return acc[...]
 
-                total += pl.run_scoped(partial_sum, plgpu.ACC((block_n, block_m))) * scale
+                total += pl.run_scoped(partial_sum, plgpu.ACC((block_n, height))) * scale
                 return total, (_next_stage(stage, stages), stage, fetch_if_any(stage, ahead))
 
-            zeros = plgpu.layout_cast(jnp.zeros((block_n, block_m), jnp.float32), plgpu.Layout.WGMMA)
+            zeros = plgpu.layout_cast(jnp.zeros((block_n, height), jnp.float32), plgpu.Layout.WGMMA)
             return lax.fori_loop(0, steps_of(tile), step, (zeros, state))
 
         def compute_tile(i, state):
             tile = locate(i)
-            rows, columns = pl.ds(tile.row * block_m, block_m), pl.ds(tile.col * block_n, block_n)
+            columns = pl.ds(tile.col * block_n, block_n)
             if block_scaled:
                 total, state = stream_block_scaled(tile, state)
             else:
-                accumulator = plgpu.ACC((block_n, block_m))
+                accumulator = plgpu.ACC((block_n, height))
                 total, state = pl.run_scoped(lambda acc: stream(acc, i, tile, state), accumulator)
 
             # Scale
             if w_scale_gmem is not None and not block_scaled:
                 scale = _load_vector(w_scale_gmem.at[tile.expert, columns], plgpu.Layout.WGMMA.reduce(1))
-                total *= lax.broadcast_in_dim(scale, (block_n, block_m), (0,))
+                total *= lax.broadcast_in_dim(scale, (block_n, height), (0,))
             if row_scale_gmem is not None:
-                scale = _load_vector(row_scale_gmem.at[rows], plgpu.Layout.WGMMA.reduce(0))
-                total *= lax.broadcast_in_dim(scale, (block_n, block_m), (1,))
+                scale = _load_vector(row_scale_gmem.at[pl.ds(x_row(tile), height)], plgpu.Layout.WGMMA.reduce(0))
+                total *= lax.broadcast_in_dim(scale, (block_n, height), (1,))
 
             # Store
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left y_smem
@@ -328,8 +337,13 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 total = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
             y_smem.transpose((1, 0))[...] = total.astype(y_dtype)
             plgpu.commit_smem()
-            y_tile = y_gmem.at[tile.part, rows, columns] if apart else y_gmem.at[rows, columns]
-            plgpu.copy_smem_to_gmem(y_smem, y_tile, reduction_op="add" if adds_up and not apart else None)
+
+            def copy_y(h: int) -> None:
+                window = pl.ds(tile.row * height, h), columns
+                target = y_gmem.at[tile.part, *window] if apart else y_gmem.at[*window]
+                plgpu.copy_smem_to_gmem(y_smem.at[pl.ds(0, h)], target, reduction_op=None if apart else store_op)
+
+            rows_of_slots(tile, copy_y)
             return state
 
         @pl.when(my_tiles > 0)
@@ -340,8 +354,8 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             plgpu.wait_smem_to_gmem(0)
 
     def call(*arrays, fill=None):
-        tile_expert, x_rows, w = arrays[1], *arrays[3:5]
-        y_shape = tile_expert.shape[0] * block_m, max(_round_up(problem.n, 64), block_n)
+        x, tile_expert, w = arrays[0], arrays[3], arrays[6]
+        y_shape = tile_expert.shape[0] * height, max(_round_up(problem.n, 64), block_n)
         y_type = jax.ShapeDtypeStruct((parts, *y_shape) if apart else y_shape, y_dtype)
         before = jnp.zeros((), y_dtype) if adds_up and not apart else fill
         given = [i for i, array in enumerate(arrays) if array is not None]
@@ -353,9 +367,9 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             body(inputs, *refs[len(given) :])
 
         scratch = [
-            _operand((stages, block_m, block_k), x_rows),
+            _operand((stages, height, block_k), x),
             _operand((stages, block_n, block_k), w),
-            plgpu.SMEM((block_m, block_n), y_dtype),
+            plgpu.SMEM((height, block_n), y_dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ]
         if widens and interpret:  # the interpreter's wgmma reads shared memory only
@@ -439,16 +453,9 @@ def _sms(x: jax.Array) -> int:
     return jax.devices("gpu")[0].core_count
 
 
-def _gather(array: jax.Array, rows: jax.Array) -> jax.Array:
-    """array[rows], zeros where a row does not exist (padding)."""
-    return array.at[rows].get(mode="fill", fill_value=0)
-
-
-def _pad_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """array with zeros appended up to `shape`; the array itself where nothing is missing."""
-    if array.shape == shape:
-        return array
-    return jnp.pad(array, [(0, size - have) for size, have in zip(shape, array.shape, strict=True)])
+def _doubling(first: int, last: int) -> list[int]:
+    """first, twice as much, and so on to last."""
+    return [first] if first >= last else [first, *_doubling(2 * first, last)]
 
 
 def _round_up(value: int, multiple: int) -> int:

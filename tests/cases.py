@@ -89,9 +89,13 @@ def float_dtype(name: str) -> np.dtype:
 
 @functools.lru_cache(maxsize=8)
 def build(name: str, variant: str) -> Data:
-    case = CASES[name]
+    return data_of(CASES[name], variant)
+
+
+def data_of(case: Case, variant: str) -> Data:
+    """As `build`, for a case that need not be in the table."""
     problem = case.problem(variant)
-    rng = np.random.default_rng(zlib.crc32(f"{name}/{variant}".encode()))
+    rng = np.random.default_rng(zlib.crc32(f"{case.name}/{variant}".encode()))
     draw: Callable[[tuple[int, ...]], np.ndarray]
     if case.integers:
         # bfloat16 has integers up to 256, float16 up to 2048: |sum| <= K, or with scales of 1/2 to 2 in steps of 1/2.

@@ -1,0 +1,160 @@
+"""What pallas-mosaic alone does: parts of K in its queue of tiles, all tokens in one box, boxes as tall as needed."""
+
+from __future__ import annotations
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import backends
+from backends import arrays, mosaic_rows
+from shared import models
+from shared.config import Config
+from shared.problem import Problem
+from tests import cases
+from tests.cases import CASES, build
+from tests.execute import check, run
+from tests.where import HAS_GPU, INTERPRET, NUMERICS
+
+BACKEND = "pallas-mosaic"
+
+
+SPLITS = [
+    ("ragged", "fp16", "row", 2, "two-pass"),  # 3 steps: two and one
+    ("scale-blocks", "fp8-w8a8-block", "column", 64, "two-pass"),  # 5 steps: 5 parts, which cut scale blocks in two
+    ("scale-blocks", "fp8-w8a16-block", "popular", 3, "atomic-fp32"),
+    ("k-tail", "fp16", "grouped", 2, "atomic"),
+    ("some-minus-one", "fp8-w8a16-channel", "column", 2, "atomic-fp32"),
+]
+
+
+@NUMERICS
+@pytest.mark.parametrize(("name", "variant", "order", "split_k", "reduction"), SPLITS)
+def test_split_k(name: str, variant: str, order: str, split_k: int, reduction: str) -> None:
+    config = CASES[name].config.replace(split_k=split_k, reduction=reduction)
+    data = build(name, variant)
+    y = run(BACKEND, data, order, config)
+    if reduction == "atomic":  # two parts rounded and their sum, none much above the row's largest; twice that
+        rows = np.abs(data.reference).max(axis=2, keepdims=True)
+        assert np.all(np.abs(y - data.reference) <= 2 * 3 * 2.0**-11 * rows)
+    else:
+        check(y, data)
+
+
+@NUMERICS
+def test_two_pass_gives_the_same_bits_every_time_and_in_every_order() -> None:
+    data = build("many-rows", "fp16")
+    config = CASES["many-rows"].config.replace(split_k=2)
+    popular, column = (run(BACKEND, data, order, config) for order in ("popular", "column"))
+    check(column, data)
+    assert np.array_equal(popular, column)
+
+
+IDS_OF_8_TOKENS = {
+    "one-token": [(6, 2)],  # one row of a box of 8
+    "repeated": [(1, 1), (3, 1), (1, 1), (1, 1), (1, 1)],  # 9 slots on an expert: two tile rows in order "popular"
+    "minus-one": [(-1, 2), (0, -1), (-1, -1), (2, 0), (1, -1)],
+    "none": [(-1, -1)] * 8,
+}
+
+
+@NUMERICS
+@pytest.mark.parametrize(
+    ("ids", "variant", "order"),
+    [
+        ("one-token", "fp8-w8a16-channel", "grouped"),
+        ("repeated", "fp16", "popular"),
+        ("minus-one", "fp8-w8a8-channel", "column"),
+        ("none", "fp16", "row"),
+    ],
+)
+def test_all_tokens_in_one_box(ids: str, variant: str, order: str) -> None:
+    case = cases.Case(
+        name="all-tokens", reason="", ids=np.array(IDS_OF_8_TOKENS[ids], np.int32), experts=8, n=96, k=72,
+        routing_weight=False,
+    )  # fmt: skip
+    assert mosaic_rows.reads_all_tokens(case.problem(variant))
+    data = cases.data_of(case, variant)
+    y = run(BACKEND, data, order, case.config)
+    check(y, data)
+
+
+@NUMERICS
+def test_boxes_end_behind_the_last_slot() -> None:
+    """Experts with 1, 8, 9, 16, 17 and 32 slots, tiles of 32 rows: boxes of 8, 16 and 32, each full and one over."""
+    counts = (1, 8, 9, 16, 17, 32)
+    ids = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    rng = np.random.default_rng(0)
+    case = cases.Case(
+        name="boxes", reason="", ids=rng.permutation(ids)[:, None], experts=len(counts), n=64, k=40,
+        config=cases.SMALL.replace(block_m=32),
+    )  # fmt: skip
+    data = cases.data_of(case, "fp16")
+    y = run(BACKEND, data, "column", case.config)
+    check(y, data)
+
+
+@NUMERICS
+def test_popularity_of_earlier_steps_changes_no_result() -> None:
+    data = build("many-rows", "fp16")
+    module = backends.load(BACKEND)
+    if (reason := module.unavailable(interpret=INTERPRET)) is not None:
+        pytest.skip(reason)
+    *native, popularity = (
+        None if a is None else arrays.to_framework(a, "jax", on_gpu=HAS_GPU)
+        for a in (*data.arguments, np.array([3, 1, 2**31 - 1], np.int32))
+    )
+    y = module.moe_gemm(
+        *native, problem=data.problem, order="popular", config=CASES["many-rows"].config, interpret=INTERPRET,
+        fill=float("nan"), popularity=popularity,
+    )  # fmt: skip
+    check(arrays.to_host(y), data)
+
+
+@pytest.mark.parametrize("experts", [1, 31, 32, 33, 64, 257])
+def test_active_experts(experts: int) -> None:
+    rng = np.random.default_rng(experts)
+    draws = [rng.integers(-2, experts + 2, 24), np.full(24, -1), np.full(24, experts - 1), np.arange(24) % experts]
+    for ids in draws:
+        found, place = (np.asarray(a) for a in mosaic_rows.active_experts(jnp.asarray(ids), experts))
+        valid = (ids >= 0) & (ids < experts)
+        active = np.unique(ids[valid])
+        assert found.size == min(experts, 24) + 1
+        assert found[-1] == active.size
+        assert np.array_equal(found[: active.size], active)
+        assert np.all(found[active.size : -1] == -1)
+        assert np.array_equal(active[place[valid]], ids[valid])
+        assert np.all((place >= 0) & (place < found.size))
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize(
+    ("dtype", "layout", "reduction"),
+    [("fp16", "channel", "two-pass"), ("fp8-w8a16", "channel", "atomic-fp32"), ("fp8-w8a8", "block", "atomic")],
+)
+def test_parts_of_k_compile(dtype: str, layout: str, reduction: str) -> None:
+    """For sm_90a: reductions add in the copy engine, two-pass stores; nothing spills."""
+    problem = models.model("deepseek-v3").problem("gate-up", 64, dtype, scale_layout=layout)
+    config = Config(num_stages=5, split_k=3, reduction=reduction)
+    module = backends.load(BACKEND)
+    assert module.unsupported(problem, config) is None
+    code = module.compile_only(problem, "popular", config)
+    adding = set(re.findall(r"cp\.reduce\.async\.bulk\.tensor\.\dd\.global\.shared::cta\.(\w+)\.tile", code.ptx))
+    assert adding == (set() if reduction == "two-pass" else {"add"})
+    assert code.spills == 0
+    assert columns_of(code.ptx) == {"16"}
+
+
+@pytest.mark.compile_only
+def test_eight_tokens_are_eight_columns() -> None:
+    """For sm_90a, up to 8 tokens: the narrowest warp-group instruction, one box of x with no choice of heights."""
+    problem = Problem.of("fp16", tokens=8, experts=64, n=1536, k=2048, top_k=8)
+    code = backends.load(BACKEND).compile_only(problem, "column", Config(num_stages=5))
+    assert columns_of(code.ptx) == {"8"}
+
+
+def columns_of(ptx: str) -> set[str]:
+    """Columns of the warp-group matrix instructions."""
+    return set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k", ptx))
