@@ -1,7 +1,7 @@
 """Which config is fastest: every candidate of a case checked, then timed in turns, and all times kept.
 
-    python -m bench.tune --backend torch-triton --out tune.jsonl            the cases of CASES
-    python -m bench.tune --collect tune.jsonl                               the best of them into backends/tuned/
+    python -m bench tune --backend torch-triton --out tune.jsonl            the cases of CASES
+    python -m bench tune --collect tune.jsonl                               the best of them into backends/tuned/
 
 A case's candidates are timed round-robin (A B C A B C ...), each after a cache flush, so that a drift of the clocks
 meets all of them. A run that is cut short keeps its finished cases, and a repeated one goes on behind them.
@@ -18,9 +18,14 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from bench.cases import Case, Row
+import typer
+
+from bench.cases import DEFAULT_DTYPES, Case, Row
+from bench.clock import CLOCKS, ClockError
+from bench.results import differences, end_at_a_line
+from shared.checks import ArgumentError, check_name
 from shared.config import Config
 from shared.models import model
 from shared.problem import Problem, ScaleLayout
@@ -175,14 +180,12 @@ def run(arguments: argparse.Namespace) -> None:
     started = time.monotonic()
     device = Machine(arguments.clock)
     out = Path(arguments.out)
-    done = set()
-    if out.exists():
-        done = {(e["backend"], e["case"], e["dtype"]) for e in map(json.loads, out.read_text().splitlines())}
+    done = finished(out, gpu=device.gpu, versions=versions())
     cache = bench_data.DataCache(lambda *key: bench_data.build(*key, device=device.torch_device))
     layout: ScaleLayout = "channel"
     seeds = _best_of(arguments.from_best, arguments.top) if arguments.from_best else {}
     for row in jobs(arguments.backend, arguments.dtype, arguments.only, arguments.order):
-        if (row.contender, row.case.name, row.dtype) in done:
+        if (row.contender, row.case.name, row.dtype, row.order) in done:
             continue
         if time.monotonic() - started > arguments.seconds:
             print("out of time; run again to go on")
@@ -204,10 +207,41 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
 
+def finished(out: Path, *, gpu: str, versions: dict[str, str | None]) -> set[tuple[str, str, str, str]]:
+    """(backend, case, dtype, order) of what a file has; a last line that was cut off is taken away.
+
+    Raises ArgumentError where it was made on another GPU or with other versions: their times are not compared.
+    """
+    if not out.exists():
+        return set()
+    end_at_a_line(out)
+    entries = read(out)
+    here = {"gpu": gpu, "versions": versions}
+    for entry in entries:
+        if differing := differences(entry, here, ("gpu",)):
+            raise ArgumentError(f"--out: {out} was made elsewhere: {'; '.join(differing)}; allowed: another file")
+    return {(entry["backend"], entry["case"], entry["dtype"], entry.get("order", "column")) for entry in entries}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The entries of a tuning file; ArgumentError where it is none."""
+    try:
+        entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise ArgumentError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ArgumentError(f"{path}: not a tuning file: {error}") from error
+    if not entries or not all(isinstance(entry, dict) and "times" in entry for entry in entries):
+        raise ArgumentError(f"{path}: not a tuning file: no entries with times")
+    return entries
+
+
 def collect(path: Path) -> Path:
     """The best config of each finished case, into backends/tuned/<gpu>.json beside what is there already."""
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    entries = read(path)
     gpu = entries[0]["gpu"]
+    if others := sorted({entry["gpu"] for entry in entries} - {gpu}):
+        raise ArgumentError(f"{path}: has times of several GPUs: {gpu}, {', '.join(others)}; allowed: one")
     target = TUNED / f"{gpu.lower().replace(' ', '-')}.json"
     known = json.loads(target.read_text())["entries"] if target.exists() else []
     keys = ("backend", "dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")
@@ -229,16 +263,72 @@ def collect(path: Path) -> Path:
 
 def _best_of(path: str, top: int) -> dict[tuple[str, str], list[Config]]:
     """The fastest `top` configs per (case, dtype) of an earlier run."""
-    found: dict[tuple[str, str], list[Config]] = {}
-    for entry in map(json.loads, Path(path).read_text().splitlines()):
-        found[entry["case"], entry["dtype"]] = [Config.from_mapping(t["config"]) for t in entry["times"][:top]]
-    return found
+    return {
+        (entry["case"], entry["dtype"]): [Config.from_mapping(t["config"]) for t in entry["times"][:top]]
+        for entry in read(Path(path))
+    }
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(tune)
+
+
+def tune(
+    backend: Annotated[list[str] | None, typer.Option(help="may be repeated (default torch-triton)")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="may be repeated (default fp16, fp8-w8a16, fp8-w8a8)")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="only rows whose id contains one of these")] = None,
+    order: Annotated[str, typer.Option(help="tile order that the candidates are timed in")] = "column",
+    out: Annotated[Path, typer.Option(help="JSON lines; one that exists is gone on with")] = Path("tune.jsonl"),
+    seconds: Annotated[float, typer.Option(help="start no case after this many seconds")] = 540,
+    clock: Annotated[str, typer.Option(help="cupti or jax-cupti")] = "cupti",
+    from_best: Annotated[Path | None, typer.Option(help="time only the fastest configs of this earlier run")] = None,
+    top: Annotated[int, typer.Option(help="how many of them")] = 4,
+    collect_from: Annotated[
+        Path | None, typer.Option("--collect", help="write the best configs of this run to backends/tuned/")
+    ] = None,
+) -> None:
+    """Time candidate tiles of each case in turns; each must be right first. Goes on where an earlier run ended."""
+    from backends.registry import BACKENDS
+    from shared.orders import ORDERS
+    from shared.problem import DTYPES
+
+    chosen = argparse.Namespace(
+        backend=backend or ["torch-triton"], dtype=dtype or list(DEFAULT_DTYPES), only=only or [""], order=order,
+        out=out, seconds=seconds, clock=clock, from_best=from_best, top=top,
+    )  # fmt: skip
+    try:
+        for name in chosen.backend:
+            check_name("--backend", name, BACKENDS)
+        for name in chosen.dtype:
+            check_name("--dtype", name, DTYPES)
+        check_name("--order", order, ORDERS)
+        check_name("--clock", clock, CLOCKS)
+        if collect_from is not None:
+            typer.echo(collect(collect_from))
+            return
+        if not _has_gpu():
+            raise ArgumentError("no NVIDIA GPU that PyTorch can use: `python -m bench doctor` says what is missing")
+        run(chosen)
+    except (ArgumentError, ClockError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; finished cases are in {out}, and the same command goes on behind them", err=True)
+        raise typer.Exit(130) from None
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", nargs="+", default=["torch-triton"])
-    parser.add_argument("--dtype", nargs="+", default=["fp16", "fp8-w8a16", "fp8-w8a8"])
+    parser.add_argument("--dtype", nargs="+", default=list(DEFAULT_DTYPES))
     parser.add_argument("--only", nargs="+", default=[""], help="only rows whose id contains one of these")
     parser.add_argument("--order", default="column", help="tile order that the candidates are timed in")
     parser.add_argument("--out", default="tune.jsonl")

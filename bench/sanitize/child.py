@@ -78,7 +78,7 @@ def run(variant: dict[str, Any], *, interpret: bool = False) -> dict[str, Any]:
             *native, problem=problem, order=variant["order"], config=config, interpret=interpret, fill=variant["fill"]
         )
     )  # fmt: skip
-    error, bound = relative_error(y, reference), error_bound(problem)
+    error, bound = relative_error(y, reference), error_bound(problem, config.rounded_parts(problem.k))
     if not error <= bound:  # NaN, an element left unwritten, is not
         return {"status": "wrong", "reason": f"error {error:.1e} > {bound:.1e}"}
     return {"status": "right", "error": error}

@@ -48,7 +48,7 @@ _FEW = ((0, 3), (3, 1), (3, 0), (0, 1))
 _MANY = (*[(1, 1)] * 17, *[(0, 3)] * 3, (-1, 3), (-1, -1))
 """34 slots of expert 1: three tile rows, so that orders differ; expert 2 has none; three slots of other ranks."""
 SHAPES = {
-    "ragged": Shape("N and K leave part of a tile; rows are whole 32-byte units: TMA reads them", _FEW, 4, 200, 224),
+    "ragged": Shape("N and K leave part of a tile; rows are whole 32-byte units: TMA reads them", _FEW, 4, 200, 288),
     "unaligned": Shape("N and K odd: no row starts at a multiple of anything", _FEW, 4, 65, 33),
     "empty": Shape("an expert without tokens, -1 slots, one expert with three tile rows", _MANY, 4, 128, 128),
 }

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import backends  # noqa: E402
-from bench import results, tables, watch  # noqa: E402
+from bench import results, tables, tune, watch  # noqa: E402
 from bench import suite as suites  # noqa: E402
 from bench.__main__ import app  # noqa: E402
 from bench.cases import Row, check_routing  # noqa: E402
@@ -386,6 +386,9 @@ def test_one_file_holds_no_runs_that_differ(tmp_path: Path) -> None:
         ("compare", "--routing", "nothing.npy"),
         ("compare", "--rounds", "0"),
         ("report", "--add", "nothing.jsonl"),
+        ("tune", "--backend", "torch-tritn"),
+        ("tune", "--collect", "nothing.jsonl"),
+        ("tune", "--collect", __file__),
         ("report", "--add", __file__, "--into", "h200"),
     ],
 )
@@ -393,6 +396,22 @@ def test_wrong_arguments_are_told_in_one_line(arguments: tuple[str, ...]) -> Non
     code, text = invoke(*arguments)
     assert code == 2
     assert len(text.strip().splitlines()) == 1, text
+
+
+def test_tuning_goes_on_behind_its_finished_cases(tmp_path: Path) -> None:
+    path = tmp_path / "tune.jsonl"
+    here: dict[str, Any] = {"gpu": "NVIDIA H200", "versions": {"torch": "1"}}
+    assert tune.finished(path, **here) == set()
+    entry = {"backend": "torch-triton", "case": "a", "dtype": "fp16", "order": "row", "times": [], **here}
+    path.write_text(json.dumps(entry) + "\n" + json.dumps(entry)[:40])
+    assert tune.finished(path, **here) == {("torch-triton", "a", "fp16", "row")}
+    assert path.read_text() == json.dumps(entry) + "\n", "the line that was cut off is gone"
+    for change, named in (
+        ({"gpu": "NVIDIA H100"}, "gpu: NVIDIA H200"),
+        ({"versions": {"torch": "2"}}, "torch: 1 and 2"),
+    ):
+        with pytest.raises(ArgumentError, match=named):
+            tune.finished(path, **here | change)
 
 
 def test_routing_names() -> None:

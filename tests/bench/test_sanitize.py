@@ -16,6 +16,7 @@ import pytest
 from backends.registry import BACKENDS
 from bench.sanitize import child, matrix, output, report, run, sanitizer
 from shared.checks import ArgumentError
+from shared.orders import ORDERS
 
 HELP = "--error-exitcode arg\n--print-limit arg\n--padding arg\n--destroy-on-device-error arg\n"
 FINDINGS = {
@@ -107,13 +108,15 @@ def test_memcheck_runs_everything_and_the_others_a_covering_subset() -> None:
     for backend in BACKENDS:
         everything = matrix.selected("memcheck", [backend], "", full=False)
         assert len({v.id for v in everything}) == len(everything)
-        assert len(everything) == 3 * 6 * 3 + 6 * len(matrix.reductions())
+        assert len(everything) == 3 * 6 * len(ORDERS) + 6 * len(matrix.reductions())
         some = matrix.selected("racecheck", [backend], "", full=False)
         assert set(some) < set(everything)
         assert len(some) <= 12
         for name in ("shape", "order", "dtype", "scale_layout", "reduction"):
             assert {getattr(v, name) for v in some} == {getattr(v, name) for v in everything}, name
         assert matrix.selected("racecheck", [backend], "", full=True) == everything
+    split = next(v for v in matrix.variants(BACKENDS[0]) if v.reduction is not None)
+    assert 1 < split.config.parts(split.problem.k) < 5, "K is split, and unevenly: five steps over three parts"
     ids = np.array(matrix.SHAPES["empty"].ids)
     assert set(ids.ravel()) == {-1, 0, 1, 3}, "expert 2 is empty"
     assert (ids == 1).sum() > 2 * matrix.CONFIG.block_m, "three tile rows of one expert"
