@@ -57,10 +57,12 @@ def moe_gemm(
     config: Config,
     interpret: bool = False,
     fill: float | None = None,
+    popularity: jax.Array | None = None,
 ) -> jax.Array:
     """y (T, top_k, N) in the dtype of x; arguments as in shared/problem.py, already checked. Traceable by jax.jit.
 
-    fill: value that y is filled with before the kernel writes it, so that an unwritten element shows.
+    fill: value that y, and the float32 sums over parts of K, are filled with before a kernel writes them, so that an
+    unwritten element shows. popularity: (E,) int32, read by order "popular" alone; None: the slot counts of this call.
     """
     return _jitted()(
         x,
@@ -68,6 +70,7 @@ def moe_gemm(
         topk_ids,
         w_scale,
         topk_weight,
+        popularity if order == "popular" else None,
         problem=problem,
         order=order,
         config=config,
@@ -89,6 +92,7 @@ def _moe_gemm(
     topk_ids: jax.Array,
     w_scale: jax.Array | None,
     topk_weight: jax.Array | None,
+    popularity: jax.Array | None,
     *,
     problem: Problem,
     order: str,
@@ -100,18 +104,24 @@ def _moe_gemm(
     import jax.numpy as jnp
 
     launch = _launch_interpreted if interpret else _launch
+    slots = {"slots": problem.slots}
 
     max_tile_rows = problem.max_tile_rows(config.block_m)
-    sorted_slot, tile_expert, tile_rows = launch(
+    by = triton_launch.popularity_of(order, popularity)
+    # A pointer that a kernel does not touch still has to be one: here topk_ids, below tile_rows stands in.
+    popularity_ptr = topk_ids if popularity is None else popularity
+    plan_types = {
+        "sorted_slot_ptr": jax.ShapeDtypeStruct((max_tile_rows * config.block_m,), jnp.int32),
+        "tile_expert_ptr": jax.ShapeDtypeStruct((max_tile_rows,), jnp.int32),
+        "tile_rows_ptr": jax.ShapeDtypeStruct((1,), jnp.int32),
+        "tile_span_ptr": jax.ShapeDtypeStruct((1 if by == "none" else max_tile_rows, 2), jnp.int32),
+    }
+    sorted_slot, tile_expert, tile_rows, tile_span = launch(
         "plan_kernel",
         triton_launch.plan_grid(problem),
-        {"topk_ids_ptr": topk_ids, "slots": problem.slots},
-        {
-            "sorted_slot_ptr": jax.ShapeDtypeStruct((max_tile_rows * config.block_m,), jnp.int32),
-            "tile_expert_ptr": jax.ShapeDtypeStruct((max_tile_rows,), jnp.int32),
-            "tile_rows_ptr": jax.ShapeDtypeStruct((1,), jnp.int32),
-        },
-        triton_launch.plan_constants(problem, config.block_m),
+        {"topk_ids_ptr": topk_ids, "popularity_ptr": popularity_ptr, **slots},
+        plan_types,
+        triton_launch.plan_constants(problem, config.block_m, by),
     )
 
     x_scale = None
@@ -128,25 +138,42 @@ def _moe_gemm(
             triton_launch.scale_constants(problem, problem.k),
         )
 
-    # A pointer that the kernel does not read still has to be one: tile_rows stands in.
-    arguments = {
-        "x_ptr": scaled,
-        "w_ptr": w,
+    scales = {
         "w_scale_ptr": tile_rows if w_scale is None else w_scale,
         "x_scale_ptr": tile_rows if x_scale is None else x_scale,
         "topk_weight_ptr": tile_rows if topk_weight is None else topk_weight,
+    }
+    y_type = jax.ShapeDtypeStruct((problem.tokens, problem.top_k, problem.n), x.dtype)
+    reduction = triton_launch.reduction(problem, config)
+    out: Any = y_type
+    if reduction in ("two-pass", "atomic-fp32"):
+        out = jax.ShapeDtypeStruct(triton_launch.sums_shape(problem, config), jnp.float32)
+    rows_grid = triton_launch.rows_grid(problem)
+    if reduction in ("atomic", "atomic-fp32"):
+        zero = triton_launch.zero_constants(problem)
+        (out,) = launch("moe_gemm_kernel_zero", rows_grid, slots, {"sums_ptr": out}, zero, fill)
+
+    arguments = {
+        "x_ptr": scaled,
+        "w_ptr": w,
+        **scales,
         "sorted_slot_ptr": sorted_slot,
         "tile_expert_ptr": tile_expert,
         "tile_rows_ptr": tile_rows,
-        "slots": problem.slots,
+        "tile_span_ptr": tile_span,
+        **slots,
     }
-    y_type = jax.ShapeDtypeStruct((problem.tokens, problem.top_k, problem.n), x.dtype)
     constants = triton_launch.gemm_constants(
         problem, order, config, x_stride=problem.k, w_stride_e=problem.n * problem.k, w_stride_n=problem.k
     )
     grid = triton_launch.gemm_grid(problem, order, config)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    (y,) = launch("moe_gemm_kernel", grid, arguments, {"y_ptr": y_type}, constants | options, fill)
+    (y,) = launch("moe_gemm_kernel", grid, arguments, {"y_ptr": out}, constants | options, fill)
+
+    if reduction in ("two-pass", "atomic-fp32"):
+        arguments = {"sums_ptr": y, "topk_ids_ptr": topk_ids, **scales, **slots}
+        constants = triton_launch.reduce_constants(problem, config)
+        (y,) = launch("moe_gemm_kernel_reduce", rows_grid, arguments, {"y_ptr": y_type}, constants, fill)
     return y
 
 
@@ -191,11 +218,14 @@ def _launch(
     kernel_name: str,
     grid: int,
     inputs: dict[str, Any],
-    outputs: dict[str, jax.ShapeDtypeStruct],
+    outputs: dict[str, Any],
     constants: dict[str, Any],
     fill: float | None = None,
 ) -> list[jax.Array]:
-    """Results in the order of `outputs`. fill: as moe_gemm's, for a launch with one output."""
+    """Results in the order of `outputs`: types, or, for a launch with one output, an array that the kernel works on.
+
+    fill: as moe_gemm's, for a launch with one output.
+    """
     import jax
     import jax.numpy as jnp
     import jax_triton
@@ -203,12 +233,14 @@ def _launch(
     from backends import triton_kernel
 
     kernel = getattr(triton_kernel, kernel_name)
-    if fill is None:
+    given = any(isinstance(out, jax.Array) for out in outputs.values())
+    if fill is None and not given:
         return jax_triton.triton_call(
             **inputs, kernel=kernel, grid=grid, out_type=list(outputs.values()), name=kernel_name, **constants
         )
     ((name, out),) = outputs.items()
-    y = jax.new_ref(jnp.full(out.shape, fill, out.dtype))  # the kernel writes into the filled buffer
+    before = out if fill is None or given else jnp.full(out.shape, fill, out.dtype)
+    y = jax.new_ref(before)  # the kernel writes into this buffer
     jax_triton.triton_call(**inputs, **{name: y}, kernel=kernel, grid=grid, out_type=[], name=kernel_name, **constants)
     return [y[...]]
 
@@ -217,7 +249,7 @@ def _launch_interpreted(
     kernel_name: str,
     grid: int,
     inputs: dict[str, Any],
-    outputs: dict[str, jax.ShapeDtypeStruct],
+    outputs: dict[str, Any],
     constants: dict[str, Any],
     fill: float | None = None,
 ) -> list[jax.Array]:
@@ -228,19 +260,24 @@ def _launch_interpreted(
     from backends import arrays, triton_interpreter
 
     scalars = {name: value for name, value in inputs.items() if isinstance(value, int)}
-    names = [name for name in inputs if name not in scalars]
+    given = {name: out for name, out in outputs.items() if isinstance(out, jax.Array)}
+    operands = {name: value for name, value in inputs.items() if name not in scalars} | given
+    types = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outputs.values()]
+
+    def empty(out: jax.ShapeDtypeStruct) -> np.ndarray:
+        poison = bytearray(b"\xff" * (out.size * out.dtype.itemsize))
+        array = np.frombuffer(poison, out.dtype).reshape(out.shape)
+        if fill is not None:
+            array[...] = fill
+        return array
 
     def on_host(*values: jax.Array) -> list[np.ndarray]:
-        tensors = {name: arrays.numpy_to_torch(np.asarray(value)) for name, value in zip(names, values, strict=True)}
+        host = {name: np.asarray(value) for name, value in zip(operands, values, strict=True)}
         results = {
-            name: np.frombuffer(bytearray(b"\xff" * (out.size * out.dtype.itemsize)), out.dtype).reshape(out.shape)
-            for name, out in outputs.items()
+            name: host[name].copy() if name in given else empty(out) for name, out in zip(outputs, types, strict=True)
         }
-        if fill is not None:
-            for result in results.values():
-                result[...] = fill
-        tensors |= {name: arrays.numpy_to_torch(result) for name, result in results.items()}
+        tensors = {name: arrays.numpy_to_torch(array) for name, array in (host | results).items()}
         triton_interpreter.launch(kernel_name, grid, **tensors, **scalars, **constants)
         return list(results.values())
 
-    return jax.pure_callback(on_host, list(outputs.values()), *(inputs[name] for name in names))
+    return jax.pure_callback(on_host, types, *operands.values())

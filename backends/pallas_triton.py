@@ -11,6 +11,9 @@ One program computes one output tile of block_m slots x block_n channels of y (T
     Scale         FP8 scales and the routing weight, in float32
     Store         to the rows of y that the slots name
 
+Where K is split, several programs share an output tile and add up float32 sums or parts of y: `pallas_triton_rows` has
+the kernels before and after, and backends/triton_kernel.py the table of who does what.
+
 Every ref is a whole array and every index an integer array: rows are gathered, which block specs cannot say.
 JAX 0.11 deprecates this lowering for Mosaic GPU (`pallas_mosaic`); it is the nearest port of a Triton kernel.
 """
@@ -29,7 +32,8 @@ from jax.experimental.pallas import triton as plt
 
 from backends.compiled import Compiled
 from backends.jax_plan import plan, prepare_tokens
-from backends.pallas_triton_ops import dot_fp8, needs_wide_load, wide_load
+from backends.pallas_triton_ops import atomic_add, dot_fp8, needs_wide_load, wide_load
+from backends.pallas_triton_rows import reduce_parts, zeros
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
 
@@ -42,13 +46,22 @@ SHARED_BYTES = 232448
 
 
 def locate_tile(
-    pid: jax.Array, tile_rows: jax.Array, tile_cols: int, order: str, group_m: int
+    pid: jax.Array, tile_rows: jax.Array, tile_cols: int, order: str, group_m: int, tile_span: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Program id -> (tile row, tile column); see shared/orders.py, the specification. int32 scalars."""
+    """Program id -> (tile row, tile column); see shared/orders.py, the specification. int32 scalars.
+
+    tile_span: (max_tile_rows, 2), see shared/planning.py; read by order "popular" alone.
+    """
     if order == "row":
         return lax.div(pid, tile_cols), lax.rem(pid, tile_cols)
     if order == "column":
         return lax.rem(pid, tile_rows), lax.div(pid, tile_rows)
+    if order == "popular":
+        # An expert's tiles are neighbours in pid, so this row of the walk along rows is one of its expert's, too.
+        by_rows = lax.div(pid, tile_cols)
+        first_row, rows = tile_span[by_rows, 0], tile_span[by_rows, 1]
+        within = pid - first_row * tile_cols
+        return first_row + lax.rem(within, rows), lax.div(within, rows)
     band = group_m * tile_cols
     first_row = lax.div(pid, band) * group_m
     rows = jnp.minimum(group_m, tile_rows - first_row)
@@ -57,18 +70,23 @@ def locate_tile(
 
 
 def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -> None:
-    """One output tile. `ref` holds the refs of `_operands` by name, and "y" (T*top_k, N)."""
+    """One output tile, or one part of K of it. `ref` holds the refs of `_operands` by name, and "y" (`_output`)."""
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     n_size, k_size, slots = problem.n, problem.k, problem.slots
+    parts, how = config.parts(k_size), _reduction(problem, config)
+    sums_only = how in ("two-pass", "atomic-fp32")  # scaled once they are added
 
     # Locate tile
     pid = pl.program_id(0)
     tile_rows = ref["tile_rows"][0]
     tile_cols = problem.tile_cols(block_n)
+    tiles = tile_rows * tile_cols
 
-    @pl.when(pid < tile_rows * tile_cols)
+    @pl.when(pid < tiles * parts)
     def _tile() -> None:
-        row, col = locate_tile(pid, tile_rows, tile_cols, order, config.group_m)
+        # All tiles' first parts, then all second parts, ...: triton_kernel.py says why.
+        part, tile = (0, pid) if parts == 1 else (lax.div(pid, tiles), lax.rem(pid, tiles))
+        row, col = locate_tile(tile, tile_rows, tile_cols, order, config.group_m, ref.get("tile_span"))
 
         # Gather rows
         slot = ref["sorted_slot"][pl.ds(row * block_m, block_m)]
@@ -83,11 +101,18 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
 
         def store(y: jax.Array) -> None:
             valid = row_valid[:, None] & (n < n_size)[None, :]
-            plt.store(ref["y"].at[slot[:, None], n[None, :]], y.astype(ref["y"].dtype), mask=valid)
+            elements = (slot[:, None], n[None, :])
+            target = ref["y"].at[part if how == "two-pass" else 0, *elements] if sums_only else ref["y"].at[elements]
+            if how in ("atomic", "atomic-fp32"):
+                atomic_add(target, y.astype(ref["y"].dtype), valid)
+            else:
+                plt.store(target, y.astype(ref["y"].dtype), mask=valid)
 
-        @pl.when(expert < 0)
-        def _zero() -> None:
-            store(jnp.zeros((block_m, block_n), jnp.float32))
+        if how == "none":  # else these rows are zeros already, or written by the kernel that adds parts up
+
+            @pl.when(expert < 0)
+            def _zero() -> None:
+                store(jnp.zeros((block_m, block_n), jnp.float32))
 
         @pl.when(expert >= 0)
         def _gemm() -> None:
@@ -109,15 +134,21 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
                 return acc + _dot(left, right, jnp.zeros_like(acc)) * block_scale
 
             acc_shape = (block_n, block_m) if config.swap_ab else (block_m, block_n)
-            acc = lax.fori_loop(0, ceil_div(k_size, block_k), step, jnp.zeros(acc_shape, jnp.float32))
+            steps = ceil_div(k_size, block_k)
+            first_step: Any = 0
+            end_step: Any = steps
+            if parts > 1:
+                first_step = part * config.k_steps_per_split(k_size)
+                end_step = jnp.minimum(first_step + config.k_steps_per_split(k_size), steps)
+            acc = lax.fori_loop(first_step, end_step, step, jnp.zeros(acc_shape, jnp.float32))
 
             # Scale
-            if problem.scale_layout == "channel":
+            if problem.scale_layout == "channel" and not sums_only:
                 acc = acc * _of_channels(ref["w_scale"][expert, n_read], config)
-            if problem.scales_x:
+            if problem.scales_x and not sums_only:
                 x_scale = plt.load(ref["x_scale"].at[token], mask=row_valid, other=0.0)
                 acc = acc * _of_rows(x_scale, config)
-            if problem.routing_weight:
+            if problem.routing_weight and not sums_only:
                 weight = plt.load(ref["topk_weight"].at[slot], mask=row_valid, other=0.0)
                 acc = acc * _of_rows(weight, config)
 
@@ -168,18 +199,34 @@ def _load(ref: Any, index: tuple[jax.Array, ...], shape: tuple[int, ...], mask: 
     return plt.load(ref.at[index], mask=mask, other=other)
 
 
-def _operands(problem: Problem, block_m: int) -> dict[str, jax.ShapeDtypeStruct]:
+def _reduction(problem: Problem, config: Config) -> str:
+    """How parts of K become y: config.reduction, or "none" where there is one part."""
+    return config.reduction if config.parts(problem.k) > 1 else "none"
+
+
+def _output(problem: Problem, config: Config) -> jax.ShapeDtypeStruct:
+    """What the GEMM kernel writes: y (S, N), or float32 sums (parts, S, N) or (1, S, N)."""
+    how = _reduction(problem, config)
+    if how in ("none", "atomic"):
+        return jax.ShapeDtypeStruct((problem.slots, problem.n), jnp.dtype(problem.activation))
+    parts = config.parts(problem.k) if how == "two-pass" else 1
+    return jax.ShapeDtypeStruct((parts, problem.slots, problem.n), jnp.float32)
+
+
+def _operands(problem: Problem, order: str, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     """Name, shape and dtype of what the GEMM kernel reads, in order."""
     activation = jnp.dtype(problem.activation)
     fp8 = jnp.dtype(jnp.float8_e4m3fn)
-    tile_rows = problem.max_tile_rows(block_m)
+    tile_rows = problem.max_tile_rows(config.block_m)
     operands = {
-        "sorted_slot": jax.ShapeDtypeStruct((tile_rows * block_m,), jnp.int32),
+        "sorted_slot": jax.ShapeDtypeStruct((tile_rows * config.block_m,), jnp.int32),
         "tile_expert": jax.ShapeDtypeStruct((tile_rows,), jnp.int32),
         "tile_rows": jax.ShapeDtypeStruct((1,), jnp.int32),
         "x": jax.ShapeDtypeStruct((problem.tokens, problem.k), problem.kernel_x_dtype),
         "w": jax.ShapeDtypeStruct((problem.experts, problem.n, problem.k), fp8 if problem.is_fp8 else activation),
     }
+    if order == "popular":
+        operands["tile_span"] = jax.ShapeDtypeStruct((tile_rows, 2), jnp.int32)
     if problem.w_scale_shape is not None:
         operands["w_scale"] = jax.ShapeDtypeStruct(problem.w_scale_shape, jnp.float32)
     if problem.scales_x:
@@ -192,7 +239,7 @@ def _operands(problem: Problem, block_m: int) -> dict[str, jax.ShapeDtypeStruct]
 def _launch(
     arrays: dict[str, Any], problem: Problem, order: str, config: Config, interpret: bool, y_before: Any | None = None
 ) -> jax.Array:
-    """The GEMM kernel alone: y (T*top_k, N). y_before: what y's buffer holds before it runs."""
+    """The GEMM kernel alone: `_output`. y_before: what that buffer holds before it runs."""
     names = list(arrays)
     operands = [arrays[name] for name in names]
     aliases = {}
@@ -206,12 +253,17 @@ def _launch(
 
     return pl.pallas_call(
         moe_gemm_pallas_triton,
-        out_shape=jax.ShapeDtypeStruct((problem.slots, problem.n), jnp.dtype(problem.activation)),
-        grid=(problem.max_tile_rows(config.block_m) * problem.tile_cols(config.block_n),),
+        out_shape=_output(problem, config),
+        grid=(_programs(problem, config),),
         input_output_aliases=aliases,
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
     )(*operands)
+
+
+def _programs(problem: Problem, config: Config) -> int:
+    """The most tiles that any routing can need, times the parts of K."""
+    return problem.max_tile_rows(config.block_m) * problem.tile_cols(config.block_n) * config.parts(problem.k)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "order", "config", "interpret"))
@@ -221,6 +273,7 @@ def _moe_gemm(
     topk_ids: jax.Array,
     w_scale: jax.Array | None,
     topk_weight: jax.Array | None,
+    popularity: jax.Array | None,
     fill: jax.Array | None,
     *,
     problem: Problem,
@@ -228,23 +281,25 @@ def _moe_gemm(
     config: Config,
     interpret: bool,
 ) -> jax.Array:
-    planned = plan(topk_ids, problem.experts, config.block_m)
+    popular = order == "popular"
+    planned = plan(topk_ids, problem.experts, config.block_m, popular=popular, popularity=popularity)
     x, x_scale = prepare_tokens(x, problem)
-    values = {
-        "sorted_slot": planned.sorted_slot,
-        "tile_expert": planned.tile_expert,
-        "tile_rows": planned.tile_rows,
-        "x": x,
-        "w": w,
+    scales = {
         "w_scale": w_scale,
         "x_scale": x_scale,
         "topk_weight": None if topk_weight is None else topk_weight.reshape(-1),
     }
-    arrays = {name: values[name] for name in _operands(problem, config.block_m)}
-    y_before = None
-    if fill is not None:
-        y_before = jnp.full((problem.slots, problem.n), fill, jnp.dtype(problem.activation))
-    y = _launch(arrays, problem, order, config, interpret, y_before)
+    values = {**planned._asdict(), **scales, "x": x, "w": w}
+    arrays = {name: values[name] for name in _operands(problem, order, config)}
+    how, output = _reduction(problem, config), _output(problem, config)
+    before = None if fill is None else jnp.full(output.shape, fill, output.dtype)
+    if how in ("atomic", "atomic-fp32"):
+        before = zeros(output, before, interpret)
+    y = _launch(arrays, problem, order, config, interpret, before)
+    if how in ("two-pass", "atomic-fp32"):
+        y_before = None if fill is None else jnp.full((problem.slots, problem.n), fill, problem.activation)
+        arrays = {name: array for name, array in scales.items() if array is not None}
+        y = reduce_parts({"sums": y, "topk_ids": topk_ids.reshape(-1), **arrays}, problem, y_before, interpret)
     return y.reshape(problem.tokens, problem.top_k, problem.n)
 
 
@@ -260,29 +315,36 @@ def moe_gemm(
     config: Config,
     interpret: bool = False,
     fill: float | None = None,
+    popularity: jax.Array | None = None,
 ) -> jax.Array:
     """y (T, top_k, N) in the dtype of x; shapes and dtypes as in shared/problem.py. Traceable by jax.jit.
 
-    order: one of shared.orders.ORDERS. fill: value that y's buffer is filled with before the kernel runs.
-    interpret: run in Pallas's interpreter on the CPU.
+    order: one of shared.orders.ORDERS. fill: value that buffers of y and of sums over parts of K are filled with before
+    a kernel writes them. interpret: run in Pallas's interpreter on the CPU. popularity: (E,) int32, read by order
+    "popular" alone; None: the slot counts of this call.
     """
     with warnings.catch_warnings():
         # JAX 0.11 says at every lowering what this module's docstring says; nothing else is silenced. A caller's own
         # jax.jit lowers after this call has returned, and shows it.
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         return _moe_gemm(
-            x, w, topk_ids, w_scale, topk_weight, fill, problem=problem, order=order, config=config, interpret=interpret
-        )
+            x, w, topk_ids, w_scale, topk_weight, popularity, fill,
+            problem=problem, order=order, config=config, interpret=interpret,
+        )  # fmt: skip
 
 
 def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
     """The GEMM kernel compiled by XLA for sm_90a, with no GPU in the machine."""
     from backends.xla_compile import compile_kernel
 
-    operands = _operands(problem, config.block_m)
+    operands = _operands(problem, order, config)
+    if _reduction(problem, config) in ("atomic", "atomic-fp32"):
+        operands["y_before"] = _output(problem, config)
 
     def launch(*arrays: jax.Array) -> jax.Array:
-        return _launch(dict(zip(operands, arrays, strict=True)), problem, order, config, interpret=False)
+        by_name = dict(zip(operands, arrays, strict=True))
+        before = by_name.pop("y_before", None)
+        return _launch(by_name, problem, order, config, interpret=False, y_before=before)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
@@ -300,8 +362,6 @@ def unavailable(*, interpret: bool) -> str | None:
 
 def unsupported(problem: Problem, config: Config) -> str | None:
     """Why the kernel cannot honour this combination; None if it can."""
-    if config.split_k > 1:
-        return f"config.split_k: got {config.split_k}; allowed: 1"
     if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
         return (
             f"config.block_k: got {config.block_k} with one weight scale per {SCALE_BLOCK}x{SCALE_BLOCK} block; "
@@ -315,7 +375,7 @@ def unsupported(problem: Problem, config: Config) -> str | None:
             f"config: got {config}, which needs {needed} bytes of shared memory ({config.num_stages} stages); "
             f"allowed: {SHARED_BYTES}"
         )
-    programs = problem.max_tile_rows(config.block_m) * problem.tile_cols(config.block_n)
+    programs = _programs(problem, config)
     if programs >= 2**31:
         return f"config: got {config}, which needs {programs} programs; allowed: 2147483647"
     return None

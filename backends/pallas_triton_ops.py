@@ -1,6 +1,6 @@
 """What Triton can do and Pallas's Triton lowering does not offer. `pallas_triton` is the only user.
 
-`dot_fp8` and `wide_load` are JAX primitives of our own, made with internals of JAX (0.11).
+`dot_fp8`, `wide_load` and `atomic_add` are JAX primitives of our own, made with internals of JAX (0.11).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ IMPRECISE_ACCUMULATIONS = 2**30
 
 _dot_fp8_p = jax_core.Primitive("dot_fp8")
 _wide_load_p = jax_core.Primitive("wide_load")
+_atomic_add_p = jax_core.Primitive("relaxed_atomic_add")
 
 
 def dot_fp8(left: jax.Array, right: jax.Array, acc: jax.Array) -> jax.Array:
@@ -44,6 +45,17 @@ def wide_load(ref: Any, mask: jax.Array | None, other: float | None) -> jax.Arra
     base, transforms = state_primitives.get_ref_and_transforms(ref, None, "wide_load")
     flat, tree = tree_util.tree_flatten((base, transforms, mask, other))
     return _wide_load_p.bind(*flat, args_tree=tree, cache_modifier=None, eviction_policy=None, is_volatile=False)
+
+
+def atomic_add(ref: Any, value: jax.Array, mask: jax.Array) -> None:
+    """ref += value where the mask is true, atomically; float16, bfloat16 or float32. ref is indexed by integer arrays.
+
+    Pallas's own `atomic_add` refuses bfloat16, its interpreter refuses masks, and each of its additions waits for all
+    earlier accesses to memory and holds up later ones (acquire-release), of which sums need nothing.
+    """
+    base, transforms = state_primitives.get_ref_and_transforms(ref, None, "atomic_add")
+    flat, tree = tree_util.tree_flatten((base, transforms, value, mask))
+    _atomic_add_p.bind(*flat, args_tree=tree)
 
 
 def needs_wide_load(ref: Any) -> bool:
@@ -82,3 +94,24 @@ def _wide_load_triton(context: Any, *flat: Any, **parameters: Any) -> Any:
     claimed = jax_core.ShapedArray((array.shape[0] * 4, *array.shape[1:]), array.dtype)
     wide = dataclasses.replace(info, full_shape_dtype=claimed)
     return lowering._masked_load_lowering_rule(context.replace(block_infos=[wide, *others]), *flat, **parameters)
+
+
+_atomic_add_p.def_effectful_abstract_eval(pallas_primitives._swap_abstract_eval)
+
+
+@discharge.register_discharge_rule(_atomic_add_p)
+def _atomic_add_interpreted(context: Any, *flat: Any, args_tree: Any) -> Any:
+    ref, (indexer,), value, mask = args_tree.unflatten(flat)
+    before = ref[indexer.indices]
+    after = ref.at[indexer.indices].add(jnp.where(mask, value, 0), mode="drop")
+    return (after,) + (None,) * (len(context.in_avals) - 1), before
+
+
+@lowering.register_lowering(_atomic_add_p)
+def _atomic_add_triton(context: Any, *flat: Any, args_tree: Any) -> Any:
+    info, *_ = context.block_infos
+    pointer, (indexer,), value, mask = args_tree.unflatten(flat)
+    pointers = lowering._compute_pointers_from_indices(pointer, info, indexer)
+    return lowering._atomic_rmw(
+        triton_dialect.RMWOp.FADD, pointers, value, mask=mask, semantic=triton_dialect.MemSemantic.RELAXED
+    )

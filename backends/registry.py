@@ -44,6 +44,7 @@ class Backend(Protocol):
         config: Config,
         interpret: bool = False,
         fill: float | None = None,
+        popularity: Any = None,
     ) -> Any: ...
 
     def compile_only(self, problem: Problem, order: str, config: Config) -> Compiled: ...

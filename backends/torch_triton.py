@@ -46,29 +46,37 @@ def moe_gemm(
     config: Config,
     interpret: bool = False,
     fill: float | None = None,
+    popularity: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y (T, top_k, N) in the dtype of x; arguments as in shared/problem.py, already checked.
 
-    fill: value that y is filled with before the kernel writes it, so that an unwritten element shows. No host
-    synchronisation: the call can be captured in a CUDA graph. Raises ArgumentError where the compiled kernel needs more
-    shared memory than the GPU has.
+    fill: value that y, and the float32 sums over parts of K, are filled with before a kernel writes them, so that an
+    unwritten element shows. popularity: (E,) int32, read by order "popular" alone; None: the slot counts of this call.
+    No host synchronisation: the call can be captured in a CUDA graph. Raises ArgumentError where the compiled kernel
+    needs more shared memory than the GPU has.
     """
     import torch
 
     launch = _launch_interpreted if interpret else _launch
     device = x.device
     max_tile_rows = problem.max_tile_rows(config.block_m)
-    sorted_slot, tile_expert, tile_rows = (
+    by = triton_launch.popularity_of(order, popularity)
+    sorted_slot, tile_expert, tile_rows, tile_span = (
         torch.empty(size, device=device, dtype=torch.int32)
-        for size in (max_tile_rows * config.block_m, max_tile_rows, 1)
+        for size in (max_tile_rows * config.block_m, max_tile_rows, 1, 0 if by == "none" else 2 * max_tile_rows)
     )
     topk_ids = topk_ids.contiguous()
-    launch(
-        "plan_kernel",
-        triton_launch.plan_grid(problem),
-        (topk_ids, sorted_slot, tile_expert, tile_rows, problem.slots),
-        triton_launch.plan_constants(problem, config.block_m),
+    # A pointer that a kernel does not touch still has to be one: tile_rows stands in.
+    plan_pointers = (
+        topk_ids,
+        popularity.contiguous() if popularity is not None and by == "given" else tile_rows,
+        sorted_slot,
+        tile_expert,
+        tile_rows,
+        tile_rows if by == "none" else tile_span,
     )
+    plan_constants = triton_launch.plan_constants(problem, config.block_m, by)
+    launch("plan_kernel", triton_launch.plan_grid(problem), (*plan_pointers, problem.slots), plan_constants)
 
     x_scale = None
     scaled = x
@@ -78,29 +86,40 @@ def moe_gemm(
         constants = triton_launch.scale_constants(problem, _row_stride(x))
         launch("scale_kernel", problem.tokens, (x, scaled, x_scale), constants)
 
-    shape = (problem.tokens, problem.top_k, problem.n)
-    y = torch.empty(shape, device=device, dtype=x.dtype)
-    if fill is not None:
-        y.fill_(fill)
-    # A pointer that the kernel does not read still has to be one: tile_rows stands in.
-    pointers = (
-        scaled,
-        w,
+    y = _buffer((problem.tokens, problem.top_k, problem.n), x.dtype, device, fill)
+    scales = (
         tile_rows if w_scale is None else w_scale.contiguous(),
         tile_rows if x_scale is None else x_scale,
         tile_rows if topk_weight is None else topk_weight.contiguous(),
-        sorted_slot,
-        tile_expert,
-        tile_rows,
-        y,
     )
+    reduction = triton_launch.reduction(problem, config)
+    sums = y
+    if reduction in ("two-pass", "atomic-fp32"):
+        sums = _buffer(triton_launch.sums_shape(problem, config), torch.float32, device, fill)
+    rows_grid = triton_launch.rows_grid(problem)
+    if reduction in ("atomic", "atomic-fp32"):
+        launch("moe_gemm_kernel_zero", rows_grid, (sums, problem.slots), triton_launch.zero_constants(problem))
+
+    span = tile_rows if by == "none" else tile_span
+    pointers = (scaled, w, *scales, sorted_slot, tile_expert, tile_rows, span, sums)
     constants = triton_launch.gemm_constants(
         problem, order, config, x_stride=_row_stride(scaled), w_stride_e=w.stride(0), w_stride_n=w.stride(1)
     )
     grid = triton_launch.gemm_grid(problem, order, config)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     launch("moe_gemm_kernel", grid, (*pointers, problem.slots), constants | options)
+
+    if sums is not y:
+        constants = triton_launch.reduce_constants(problem, config)
+        launch("moe_gemm_kernel_reduce", rows_grid, (sums, topk_ids, *scales, y, problem.slots), constants)
     return y
+
+
+def _buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fill: float | None) -> torch.Tensor:
+    import torch
+
+    buffer = torch.empty(shape, device=device, dtype=dtype)
+    return buffer if fill is None else buffer.fill_(fill)
 
 
 def compile_only(problem: Problem, order: str, config: Config) -> Compiled:

@@ -6,8 +6,9 @@ interpretation on, and while such a kernel runs Triton's library functions are i
 everything is as before. One launch at a time.
 
 Triton 3.8's interpreter multiplies the bit patterns of bfloat16 operands in tl.dot (triton issue 11584), truncates
-float32 to bfloat16, and rounds halves to FP8 up without a carry. While it runs here, its conversions and its dot are
-NumPy's and ml_dtypes' instead: round to nearest even, FP8 saturating as the hardware's conversion does.
+float32 to bfloat16, rounds halves to FP8 up without a carry, and adds floats of 16 bits atomically not at all. While it
+runs here, its conversions, its dot and its atomic addition are NumPy's and ml_dtypes' instead: round to nearest even,
+FP8 saturating as the hardware's conversion does.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def _interpreted_library() -> Iterator[None]:
         triton.knobs.runtime.interpret = True
         for module, name, twin in _library_functions():
             setattr(module, name, twin)
-        for name, exact in (("create_dot", _dot), ("cast_impl", _cast), ("create_fp_to_fp", _cast)):
+        ours = {
+            "create_dot": _dot, "cast_impl": _cast, "create_fp_to_fp": _cast, "create_atomic_rmw": _atomic_add
+        }  # fmt: skip
+        for name, exact in ours.items():
             setattr(InterpreterBuilder, name, exact)
         yield
     finally:
@@ -106,6 +110,22 @@ def _dot(builder: Any, a: Any, b: Any, accumulator: Any, *options: Any) -> Any:
     """accumulator + a @ b in float32. Handles carry bfloat16 as uint16 and e4m3 as uint8, as the interpreter does."""
     product = np.matmul(_values(a), _values(b), dtype=np.float32)
     return type(a)(product + accumulator.data, accumulator.dtype.scalar)
+
+
+def _atomic_add(builder: Any, operation: Any, pointers: Any, addend: Any, mask: Any, *semantics: Any) -> Any:
+    """What memory held. One program runs at a time, and no program adds to an element twice: load, add, store."""
+    from triton._C.libtriton import ir
+
+    if operation != ir.ATOMIC_OP.FADD:
+        raise NotImplementedError(f"atomic {operation} is not interpreted; FADD is")
+    before = builder.create_masked_load(pointers, mask, None, None, None, False)
+    with np.errstate(over="ignore"):
+        total = _values(before) + _values(addend)
+    if addend.dtype.scalar.name in _STORED_AS_INTEGER:
+        dtype, _ = _STORED_AS_INTEGER[addend.dtype.scalar.name]
+        total = total.astype(dtype).view(np.uint16)
+    builder.create_masked_store(pointers, type(addend)(total, addend.dtype), mask, None, None)
+    return before
 
 
 def _cast(builder: Any, source: Any, target_type: Any, *rounding_mode: Any) -> Any:

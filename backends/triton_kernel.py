@@ -13,6 +13,15 @@ A launch of `moe_gemm_kernel` computes y (T*top_k, N), one output tile of BLOCK_
 
 Two small kernels come first in a call: `plan_kernel` (sort slots by expert, on the device, static shapes) and, where
 `Problem.scales_x`, `scale_kernel` (activations to e4m3 or float16, one scale a token).
+
+Split K: PARTS programs share an output tile, each streams its own steps of K.
+
+    REDUCTION       each program           before                   after
+    "two-pass"      stores float32 sums                             `moe_gemm_kernel_reduce` adds, scales, rounds to y
+    "atomic-fp32"   adds float32 sums      `..._zero` clears them   `moe_gemm_kernel_reduce` scales, rounds to y
+    "atomic"        scales, rounds, adds   `..._zero` clears y
+
+Both further kernels carry the GEMM kernel's name in theirs: whoever times kernels by that name counts them in.
 """
 
 import triton
@@ -22,8 +31,11 @@ FP8_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
-def locate_tile(pid, tile_rows, tile_cols, ORDER: tl.constexpr, GROUP_M: tl.constexpr):
-    """Program id -> (tile row, tile column); see shared/orders.py, the specification."""
+def locate_tile(pid, tile_rows, tile_cols, tile_span_ptr, ORDER: tl.constexpr, GROUP_M: tl.constexpr):
+    """Program id -> (tile row, tile column); see shared/orders.py, the specification.
+
+    tile_span_ptr: (max_tile_rows, 2), see shared/planning.py; read by ORDER "popular" alone.
+    """
     if ORDER == "row":
         row = pid // tile_cols
         col = pid % tile_cols
@@ -36,6 +48,14 @@ def locate_tile(pid, tile_rows, tile_cols, ORDER: tl.constexpr, GROUP_M: tl.cons
         rows = min(GROUP_M, tile_rows - first_row)
         row = first_row + pid % band % rows
         col = pid % band // rows
+    elif ORDER == "popular":
+        # An expert's tiles are neighbours in pid, so this row of the walk along rows is one of its expert's, too.
+        span_ptr = tile_span_ptr + 2 * (pid // tile_cols)
+        first_row = tl.load(span_ptr)
+        rows = tl.load(span_ptr + 1)
+        within = pid - first_row * tile_cols
+        row = first_row + within % rows
+        col = within // rows
     else:
         # The article's mapping, divisors exchanged: here to be shown wrong. tile_rows is its padded grid_m.
         tl.static_assert(ORDER == "published-2024")
@@ -54,7 +74,8 @@ def moe_gemm_kernel(
     sorted_slot_ptr,  # (max_tile_rows * BLOCK_M,)
     tile_expert_ptr,  # (max_tile_rows,)
     tile_rows_ptr,  # (1,)
-    y_ptr,  # (T * top_k, N)
+    tile_span_ptr,  # (max_tile_rows, 2); not read unless ORDER is "popular"
+    y_ptr,  # (S, N); with REDUCTION "two-pass" float32 (PARTS, S, N), with "atomic-fp32" float32 (S, N)
     slots,  # S = T * top_k
     x_stride: tl.constexpr,
     w_stride_e: tl.constexpr,
@@ -73,19 +94,29 @@ def moe_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SWAP_AB: tl.constexpr,
+    PARTS: tl.constexpr,  # of K
+    REDUCTION: tl.constexpr,  # "none" with one part
 ):
     # Locate tile
     pid = tl.program_id(0)
     tile_cols: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile_rows = tl.load(tile_rows_ptr)
     if ORDER == "published-2024":
-        row, col = locate_tile(pid, PUBLISHED_GRID_M, tile_cols, ORDER, GROUP_M)
+        tl.static_assert(PARTS == 1)
+        row, col = locate_tile(pid, PUBLISHED_GRID_M, tile_cols, tile_span_ptr, ORDER, GROUP_M)
         if (row >= tile_rows) | (col >= tile_cols):
             return
     else:
-        if pid >= tile_rows * tile_cols:
+        tiles = tile_rows * tile_cols
+        if pid >= tiles * PARTS:
             return
-        row, col = locate_tile(pid, tile_rows, tile_cols, ORDER, GROUP_M)
+        # All tiles' first parts, then all second parts, ...: neighbours in the order share what they would share
+        # without parts, programs that add to the same elements are far apart, and the last part, which may have fewer
+        # steps, comes when the GPU runs empty.
+        if PARTS > 1:
+            part = pid // tiles
+            pid = pid % tiles
+        row, col = locate_tile(pid, tile_rows, tile_cols, tile_span_ptr, ORDER, GROUP_M)
 
     # Gather rows. Offsets of rows and experts are 64-bit: T * top_k * N and E * N * K pass 2**31.
     slot = tl.load(sorted_slot_ptr + row * BLOCK_M + tl.arange(0, BLOCK_M))
@@ -95,7 +126,12 @@ def moe_gemm_kernel(
     n = col * BLOCK_N + tl.arange(0, BLOCK_N)
     n_valid = n < N
     y_rows = y_ptr + slot.to(tl.int64) * N
-    if expert < 0:
+    if REDUCTION == "two-pass":
+        y_rows += part.to(tl.int64) * slots * N
+    if REDUCTION != "none":
+        if expert < 0:  # `moe_gemm_kernel_reduce` writes these rows; with "atomic" they are zeros already
+            return
+    elif expert < 0:
         y_zero = tl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty)
         tl.store(y_rows[:, None] + n[None, :], y_zero, mask=row_valid[:, None] & n_valid[None, :])
         return
@@ -113,7 +149,16 @@ def moe_gemm_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     scale_cols: tl.constexpr = (K + 127) // 128
     block_scale_ptrs = w_scale_ptr + (expert.to(tl.int64) * ((N + 127) // 128) + n_read // 128) * scale_cols
-    for step in range((K + BLOCK_K - 1) // BLOCK_K):
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    if PARTS == 1:
+        first_step, end_step = 0, steps
+    else:
+        part_steps: tl.constexpr = (steps + PARTS - 1) // PARTS
+        first_step = part * part_steps
+        end_step = min(first_step + part_steps, steps)
+        x_ptrs += first_step * BLOCK_K
+        w_ptrs += first_step * BLOCK_K
+    for step in range(first_step, end_step):
         if K % BLOCK_K == 0:
             x = tl.load(x_ptrs, mask=row_valid[:, None], other=0.0)
             w = tl.load(w_ptrs)
@@ -135,20 +180,83 @@ def moe_gemm_kernel(
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
 
+    sums_only: tl.constexpr = REDUCTION == "two-pass" or REDUCTION == "atomic-fp32"  # scaled once they are added
+
     # Scale
-    if SCALES == "channel":
+    if SCALES == "channel" and not sums_only:
         w_scale = tl.load(w_scale_ptr + expert.to(tl.int64) * N + n_read)
         acc *= w_scale[:, None] if SWAP_AB else w_scale[None, :]
-    if SCALED_X:
+    if SCALED_X and not sums_only:
         x_scale = tl.load(x_scale_ptr + token, mask=row_valid, other=0.0)
         acc *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
-    if ROUTING_WEIGHT:
+    if ROUTING_WEIGHT and not sums_only:
         routing_weight = tl.load(topk_weight_ptr + slot, mask=row_valid, other=0.0)
         acc *= routing_weight[None, :] if SWAP_AB else routing_weight[:, None]
 
     # Store
     y = (acc.T if SWAP_AB else acc).to(y_ptr.dtype.element_ty)
-    tl.store(y_rows[:, None] + n[None, :], y, mask=row_valid[:, None] & n_valid[None, :])
+    if REDUCTION == "atomic" or REDUCTION == "atomic-fp32":
+        tl.atomic_add(y_rows[:, None] + n[None, :], y, mask=row_valid[:, None] & n_valid[None, :], sem="relaxed")
+    else:
+        tl.store(y_rows[:, None] + n[None, :], y, mask=row_valid[:, None] & n_valid[None, :])
+
+
+@triton.jit(do_not_specialize=["slots"])
+def moe_gemm_kernel_zero(
+    sums_ptr,  # (S, N): y, or float32 sums
+    slots,
+    N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Zeros for parts of K to be added to; one program a slot and CHUNK channels."""
+    chunks: tl.constexpr = (N + CHUNK - 1) // CHUNK
+    slot = tl.program_id(0) // chunks
+    n = tl.program_id(0) % chunks * CHUNK + tl.arange(0, CHUNK)
+    zeros = tl.zeros((CHUNK,), sums_ptr.dtype.element_ty)
+    tl.store(sums_ptr + slot.to(tl.int64) * N + n, zeros, mask=n < N)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def moe_gemm_kernel_reduce(
+    sums_ptr,  # (PARTS, S, N), float32
+    topk_ids_ptr,  # (S,)
+    w_scale_ptr,  # (E, N); not read unless CHANNEL_SCALES
+    x_scale_ptr,  # (T,); not read unless SCALED_X
+    topk_weight_ptr,  # (S,); not read unless ROUTING_WEIGHT
+    y_ptr,  # (S, N)
+    slots,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHANNEL_SCALES: tl.constexpr,
+    SCALED_X: tl.constexpr,
+    ROUTING_WEIGHT: tl.constexpr,
+    PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """y from float32 sums over parts of K: added from the first part to the last, scaled as `moe_gemm_kernel` does it.
+
+    One program a slot and CHUNK channels. Slots without an expert get zeros; nobody has written their sums.
+    """
+    chunks: tl.constexpr = (N + CHUNK - 1) // CHUNK
+    slot = tl.program_id(0) // chunks
+    n = tl.program_id(0) % chunks * CHUNK + tl.arange(0, CHUNK)
+    n_valid = n < N
+    expert = tl.load(topk_ids_ptr + slot)
+    has_expert = (expert >= 0) & (expert < E)
+    acc = tl.zeros((CHUNK,), tl.float32)
+    if has_expert:
+        sums_ptrs = sums_ptr + slot.to(tl.int64) * N + n
+        for _ in tl.static_range(PARTS):
+            acc += tl.load(sums_ptrs, mask=n_valid, other=0.0)
+            sums_ptrs += slots.to(tl.int64) * N
+        if CHANNEL_SCALES:
+            acc *= tl.load(w_scale_ptr + expert.to(tl.int64) * N + n, mask=n_valid, other=0.0)
+        if SCALED_X:
+            acc *= tl.load(x_scale_ptr + slot // TOP_K)
+        if ROUTING_WEIGHT:
+            acc *= tl.load(topk_weight_ptr + slot)
+    tl.store(y_ptr + slot.to(tl.int64) * N + n, acc.to(y_ptr.dtype.element_ty), mask=n_valid)
 
 
 @triton.jit
@@ -160,15 +268,18 @@ def bucket_of(ids, E: tl.constexpr):
 @triton.jit(do_not_specialize=["slots"])
 def plan_kernel(
     topk_ids_ptr,  # (S,)
+    popularity_ptr,  # (E,); not read unless POPULARITY is "given"
     sorted_slot_ptr,  # (max_tile_rows * BLOCK_M,)
     tile_expert_ptr,  # (max_tile_rows,)
     tile_rows_ptr,  # (1,)
+    tile_span_ptr,  # (max_tile_rows, 2); not written if POPULARITY is "none"
     slots,
     E: tl.constexpr,
     MAX_TILE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BUCKETS: tl.constexpr,  # power of two, at least E + 1
     CHUNK: tl.constexpr,
+    POPULARITY: tl.constexpr,  # "none": experts come by number, "counts": by falling slot counts, "given"
 ):
     """Counting sort of slots by bucket; program b writes bucket b's rows. Bucket E takes the -1 slots, and the tail.
 
@@ -185,7 +296,17 @@ def plan_kernel(
         ids = tl.load(topk_ids_ptr + start + chunk, mask=in_range, other=-1)
         counts += tl.histogram(bucket_of(ids, E), BUCKETS, mask=in_range)
     rows = (counts + BLOCK_M - 1) // BLOCK_M
-    first_row = tl.sum(tl.where(buckets < bucket, rows, 0))
+    before = buckets < bucket
+    if POPULARITY != "none":
+        heat = counts
+        if POPULARITY == "given":
+            heat = tl.load(popularity_ptr + buckets, mask=buckets < E, other=0)
+            own_heat = tl.load(popularity_ptr + bucket, mask=bucket < E, other=0)
+        else:
+            own_heat = tl.sum(tl.where(buckets == bucket, counts, 0))
+        hotter = (heat > own_heat) | ((heat == own_heat) & before)
+        before = (buckets < E) & ((bucket == E) | hotter)
+    first_row = tl.sum(tl.where(before, rows, 0))
     own_rows = tl.sum(tl.where(buckets == bucket, rows, 0))
     own_count = tl.sum(tl.where(buckets == bucket, counts, 0))
 
@@ -199,6 +320,14 @@ def plan_kernel(
         placed += tl.sum(mine.to(tl.int32))
 
     end_row = first_row + own_rows
+    if POPULARITY != "none":
+        for start in range(first_row, end_row, CHUNK):
+            tl.store(tile_span_ptr + 2 * (start + chunk), first_row, mask=start + chunk < end_row)
+            tl.store(tile_span_ptr + 2 * (start + chunk) + 1, own_rows, mask=start + chunk < end_row)
+        if bucket == E:
+            for start in range(end_row, MAX_TILE_ROWS, CHUNK):
+                tl.store(tile_span_ptr + 2 * (start + chunk), start + chunk, mask=start + chunk < MAX_TILE_ROWS)
+                tl.store(tile_span_ptr + 2 * (start + chunk) + 1, 1, mask=start + chunk < MAX_TILE_ROWS)
     expert = bucket
     if bucket == E:
         tl.store(tile_rows_ptr, end_row)

@@ -6,10 +6,13 @@ from typing import Any
 
 from backends.compiled import Compiled, compile_ptx
 from shared.config import Config
-from shared.problem import SCALE_BLOCK, Problem
+from shared.problem import SCALE_BLOCK, Problem, ceil_div
 
 SHARED_MEMORY_LIMIT = 232448
 """Bytes of shared memory that a thread block can have on Hopper (227 KiB)."""
+
+ROWS_CHUNK = 1024
+"""Channels of one program of the kernels that go over y's rows: 8 a thread of four warps, 16 bytes a load or two."""
 
 PUBLISHED = "published-2024"
 """The 2024 article's mapping, for its reproduction only: `backends.moe_gemm` does not know it."""
@@ -27,8 +30,6 @@ def missing_packages() -> str | None:
 
 def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIMIT) -> str | None:
     """Why the kernel cannot honour this combination; None if it can. `limit`: the GPU's shared memory per block."""
-    if config.split_k > 1:
-        return f"config.split_k: got {config.split_k}; allowed: 1"
     if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
         return (
             f"config.block_k: got {config.block_k} with one weight scale per {SCALE_BLOCK}x{SCALE_BLOCK} block; "
@@ -53,11 +54,11 @@ def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIM
 
 
 def gemm_grid(problem: Problem, order: str, config: Config) -> int:
-    """Programs of one GEMM launch: the most tiles that any routing can need."""
+    """Programs of one GEMM launch: the most tiles that any routing can need, times the parts of K."""
     tile_cols = problem.tile_cols(config.block_n)
     if order == PUBLISHED:
         return published_grid_m(problem, config) * tile_cols
-    return problem.max_tile_rows(config.block_m) * tile_cols
+    return problem.max_tile_rows(config.block_m) * tile_cols * config.parts(problem.k)
 
 
 def published_grid_m(problem: Problem, config: Config) -> int:
@@ -87,6 +88,43 @@ def gemm_constants(
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
         "SWAP_AB": config.swap_ab,
+        "PARTS": config.parts(problem.k),
+        "REDUCTION": reduction(problem, config),
+    }
+
+
+def reduction(problem: Problem, config: Config) -> str:
+    """How parts of K become y: config.reduction, or "none" where there is one part."""
+    return config.reduction if config.parts(problem.k) > 1 else "none"
+
+
+def sums_shape(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Shape of the float32 sums over parts of K that `moe_gemm_kernel_reduce` reads."""
+    parts = config.parts(problem.k) if config.reduction == "two-pass" else 1
+    return parts, problem.slots, problem.n
+
+
+def rows_grid(problem: Problem) -> int:
+    """Programs of `moe_gemm_kernel_zero` and of `moe_gemm_kernel_reduce`."""
+    return problem.slots * ceil_div(problem.n, ROWS_CHUNK)
+
+
+def zero_constants(problem: Problem) -> dict[str, Any]:
+    """Compile-time arguments of `moe_gemm_kernel_zero`."""
+    return {"N": problem.n, "CHUNK": ROWS_CHUNK}
+
+
+def reduce_constants(problem: Problem, config: Config) -> dict[str, Any]:
+    """Compile-time arguments of `moe_gemm_kernel_reduce`. Block scales have been applied by then."""
+    return {
+        "E": problem.experts,
+        "N": problem.n,
+        "TOP_K": problem.top_k,
+        "CHANNEL_SCALES": problem.scale_layout == "channel",
+        "SCALED_X": problem.scales_x,
+        "ROUTING_WEIGHT": problem.routing_weight,
+        "PARTS": sums_shape(problem, config)[0],
+        "CHUNK": ROWS_CHUNK,
     }
 
 
@@ -94,15 +132,23 @@ def plan_grid(problem: Problem) -> int:
     return problem.experts + 1
 
 
-def plan_constants(problem: Problem, block_m: int) -> dict[str, Any]:
-    """Compile-time arguments of `plan_kernel`."""
+def plan_constants(problem: Problem, block_m: int, popularity: str = "none") -> dict[str, Any]:
+    """Compile-time arguments of `plan_kernel`. popularity: its POPULARITY, see `popularity_of`."""
     return {
         "E": problem.experts,
         "MAX_TILE_ROWS": problem.max_tile_rows(block_m),
         "BLOCK_M": block_m,
         "BUCKETS": max(16, 1 << problem.experts.bit_length()),
         "CHUNK": 1024 if problem.slots > 128 else 128,
+        "POPULARITY": popularity,
     }
+
+
+def popularity_of(order: str, popularity: Any) -> str:
+    """By what the plan orders experts: "none" (their number), "counts" (slots of this call) or "given"."""
+    if order != "popular":
+        return "none"
+    return "counts" if popularity is None else "given"
 
 
 def scale_constants(problem: Problem, x_stride: int) -> dict[str, Any]:
@@ -132,7 +178,8 @@ def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
         "sorted_slot_ptr": "*i32",
         "tile_expert_ptr": "*i32",
         "tile_rows_ptr": "*i32",
-        "y_ptr": pointer[problem.activation],
+        "tile_span_ptr": "*i32",
+        "y_ptr": "*fp32" if reduction(problem, config) in ("two-pass", "atomic-fp32") else pointer[problem.activation],
         "slots": "i32",
         **dict.fromkeys(constants, "constexpr"),
     }

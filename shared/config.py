@@ -108,6 +108,15 @@ class Config:
         steps = -(-k // self.block_k)
         return -(-steps // self.split_k)
 
+    def parts(self, k: int) -> int:
+        """Parts of K that have a step: split_k, or fewer where K has few steps. The others are not launched."""
+        steps = -(-k // self.block_k)
+        return -(-steps // self.k_steps_per_split(k))
+
+    def rounded_parts(self, k: int) -> int:
+        """Parts that are rounded to y's dtype and added in it; 1 where the sum is rounded once."""
+        return self.parts(k) if self.reduction == "atomic" else 1
+
     def stage_bytes(self, x_itemsize: int, w_itemsize: int) -> int:
         """Bytes of one pipeline stage: one K step of x and of w in shared memory."""
         return self.block_k * (self.block_m * x_itemsize + self.block_n * w_itemsize)

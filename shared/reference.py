@@ -54,31 +54,37 @@ def relative_error(y: np.ndarray, reference: np.ndarray) -> float:
     return difference / norm if norm > 0 else difference
 
 
-def error_bound(problem: Problem) -> float:
+def error_bound(problem: Problem, rounded_parts: int = 1) -> float:
     """Largest relative error that counts as rounding.
 
-    Twice what rounding y once errs by; accumulating in float32 adds less than 1e-6. For fp8-w8a8, one and a half times
-    the matrix instruction's own loss is added, as independent errors are.
+    Twice what rounding y once errs by, or rounding and adding so many parts (`Config.rounded_parts`); accumulating in
+    float32 adds less than 1e-6. For fp8-w8a8, one and a half times the matrix instruction's own loss is added, as
+    independent errors are.
     """
-    return float(np.hypot(2 * rounding_error(problem), 1.5 * accumulation_error(problem)))
+    return float(np.hypot(2 * rounding_error(problem, rounded_parts), 1.5 * accumulation_error(problem)))
 
 
-def element_bound(problem: Problem) -> float:
+def element_bound(problem: Problem, rounded_parts: int = 1) -> float:
     """Largest error of one element, as a share of the largest magnitude in its row of y.
 
     Over the whole output one wrong element could hide. Rounding to p bits moves an element by at most 2**-p of itself,
     which is 2.4 times the root mean square; 2.5 is allowed. Of 10**4 elements summed by `accumulate_fp8`, the worst is
     off by 1.9 times `accumulation_error` of the row's largest, and outputs have up to 10**9 elements; 5 is allowed.
     """
-    return 2.5 * rounding_error(problem) + 5 * accumulation_error(problem)
+    return 2.5 * rounding_error(problem, rounded_parts) + 5 * accumulation_error(problem)
 
 
-def rounding_error(problem: Problem) -> float:
+def rounding_error(problem: Problem, rounded_parts: int = 1) -> float:
     """Relative error of rounding y once to its dtype: about 2**-(p+1) / sqrt(3) of the norm for a p-bit significand.
 
     2.1e-4 for float16 (p = 11, with the leading bit), 1.7e-3 for bfloat16 (p = 8).
+
+    P parts that are rounded and then added in that dtype round 2 P - 1 times (the first addition is to zero). The parts
+    are independent and of 1/P of y's square each, so together they are rounded as y is once; the sum of j of them has
+    j/P of its square, for j = 2 ... P, which adds up to (P + 1)/2 - 1/P.
     """
-    return 2.1e-4 if problem.activation == "float16" else 1.7e-3
+    once = 2.1e-4 if problem.activation == "float16" else 1.7e-3
+    return once * float(np.sqrt(1 + (rounded_parts + 1) / 2 - 1 / rounded_parts))
 
 
 def accumulation_error(problem: Problem) -> float:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -29,7 +29,9 @@ def routings(draw: st.DrawFn, most_tokens: int = 12, most_experts: int = 9) -> t
     return ids, experts
 
 
-def assert_plan(made: Plan, ids: np.ndarray, experts: int, block_m: int) -> None:
+def assert_plan(
+    made: Plan, ids: np.ndarray, experts: int, block_m: int, popularity: Sequence[int] | None = None
+) -> None:
     """What every plan must have, said without reference to how it is made."""
     slots = ids.size
     flat = ids.reshape(-1)
@@ -49,14 +51,24 @@ def assert_plan(made: Plan, ids: np.ndarray, experts: int, block_m: int) -> None
     # nothing past the rows in use
     assert np.all(rows[in_use:] == slots)
     assert np.all(tile_expert[in_use:] == -1)
-    # one expert a tile row, no empty tile row, experts ascending with the -1 slots last, slots ascending within each
+    # one expert a tile row, no empty tile row, slots ascending within each expert; experts ascending, or by falling
+    # popularity and then ascending, the -1 slots last
     for row, expert in zip(rows[:in_use], tile_expert[:in_use], strict=True):
         here = row[row != slots]
         assert here.size > 0
         assert np.all(flat[here] == expert)
         assert np.all(row[: here.size] == here), "padding comes last in a tile row"
-    bucket = np.where(tile_expert[:in_use] < 0, experts, tile_expert[:in_use])
-    assert np.all(np.diff(bucket) >= 0)
+    bucket = np.where(tile_expert[:in_use] < 0, experts, tile_expert[:in_use]).tolist()
+    heat = [0] * experts if popularity is None else [int(p) for p in popularity]
+    assert bucket == sorted(bucket, key=lambda b: (b == experts, -heat[b] if b < experts else 0, b))
+    # each tile row's expert begins at its first tile row and has so many
+    span = np.asarray(made.tile_span)
+    assert span.dtype == np.int32
+    assert span.shape == (bound, 2)
+    for row, expert in enumerate(tile_expert[:in_use]):
+        mine = np.flatnonzero(tile_expert[:in_use] == expert)
+        assert span[row].tolist() == [mine[0], mine.size]
+    assert span[in_use:].tolist() == [[row, 1] for row in range(in_use, bound)]
     for expert in range(-1, experts):
         members = real[flat[real] == expert]
         assert np.all(np.diff(members) > 0)
@@ -66,6 +78,26 @@ def assert_plan(made: Plan, ids: np.ndarray, experts: int, block_m: int) -> None
 @given(routing=routings(), block_m=SMALL_BLOCK_M)
 def test_specification(routing: tuple[np.ndarray, int], block_m: int) -> None:
     assert_plan(plan(*routing, block_m), *routing, block_m)
+
+
+@given(routing=routings(), block_m=SMALL_BLOCK_M, data=st.data())
+def test_specification_by_popularity(routing: tuple[np.ndarray, int], block_m: int, data: st.DataObject) -> None:
+    popularity = data.draw(popularities(routing[1]))
+    assert_plan(plan(*routing, block_m, popularity), *routing, block_m, popularity.tolist())
+
+
+def popularities(experts: int) -> st.SearchStrategy[np.ndarray]:
+    """(E,) int32: ties, and the numbers at both ends, whose negatives and differences do not fit."""
+    value = st.integers(0, 2) | st.sampled_from([-(2**31), -1, 2**31 - 1])
+    return hnp.arrays(np.int32, experts, elements=value)
+
+
+def test_hot_experts_come_first_whatever_this_routing_says() -> None:
+    """Counts [2, 3, 0, 6, 8], block 4, popularity [1, 9, 5, 1, 0]: experts 1, then 0 and 3 as equals, then 4."""
+    ids = np.repeat(np.arange(5), [2, 3, 0, 6, 8]).astype(np.int32)[:, None]
+    made = plan(ids, 5, 4, np.array([1, 9, 5, 1, 0], np.int32))
+    assert made.tile_expert[:6].tolist() == [1, 0, 3, 3, 4, 4]
+    assert made.tile_span[:6].tolist() == [[0, 1], [1, 1], [2, 2], [2, 2], [4, 2], [4, 2]]
 
 
 @given(slots=st.integers(1, 60), experts=st.integers(1, 12), block_m=SMALL_BLOCK_M)
@@ -110,7 +142,11 @@ def test_documented_alignment_example() -> None:
 # Plans made on the device
 
 
-def triton_plan(ids: np.ndarray, experts: int, block_m: int) -> Plan:
+Popularity = np.ndarray | str | None
+"""What a plan orders experts by: given (E,), "counts" of this routing, or None, their numbers."""
+
+
+def triton_plan(ids: np.ndarray, experts: int, block_m: int, popularity: Popularity = None) -> Plan:
     """`plan_kernel`, into arrays that hold 0x7f bytes beforehand."""
     import torch
 
@@ -120,44 +156,64 @@ def triton_plan(ids: np.ndarray, experts: int, block_m: int) -> Plan:
     launch = torch_triton._launch if HAS_GPU else torch_triton._launch_interpreted
     device = "cuda" if HAS_GPU else "cpu"
     rows = problem.max_tile_rows(block_m)
-    made = [torch.full((size,), 0x7F7F7F7F, dtype=torch.int32, device=device) for size in (rows * block_m, rows, 1)]
+    sizes = (rows * block_m, rows, 1, 2 * rows)
+    made = [torch.full((size,), 0x7F7F7F7F, dtype=torch.int32, device=device) for size in sizes]
     topk_ids = torch.from_numpy(ids).to(device)
-    constants = triton_launch.plan_constants(problem, block_m)
-    launch("plan_kernel", triton_launch.plan_grid(problem), (topk_ids, *made, problem.slots), constants)
-    return Plan(*(array.cpu().numpy() for array in made))
+    by = popularity if isinstance(popularity, str) else "none" if popularity is None else "given"
+    heat = torch.from_numpy(popularity).to(device) if isinstance(popularity, np.ndarray) else topk_ids
+    constants = triton_launch.plan_constants(problem, block_m, by)
+    launch("plan_kernel", triton_launch.plan_grid(problem), (topk_ids, heat, *made, problem.slots), constants)
+    arrays = [array.cpu().numpy() for array in made]
+    if by == "none":
+        assert np.all(arrays[3] == 0x7F7F7F7F), "only order popular pays for tile_span"
+        arrays[3] = plan(ids, experts, block_m).tile_span
+    return Plan(*arrays[:3], arrays[3].reshape(-1, 2))
 
 
-def jax_plan(ids: np.ndarray, experts: int, block_m: int) -> Plan:
+def jax_plan(ids: np.ndarray, experts: int, block_m: int, popularity: Popularity = None) -> Plan:
     import jax
 
     from backends import jax_plan
 
-    planner = jax.jit(jax_plan.plan, static_argnums=(1, 2))
-    made = planner(jax.numpy.asarray(ids), experts, block_m)
+    planner = jax.jit(jax_plan.plan, static_argnames=("experts", "block_m", "popular"))
+    heat = jax.numpy.asarray(popularity) if isinstance(popularity, np.ndarray) else None
+    popular = popularity is not None
+    made = planner(jax.numpy.asarray(ids), experts=experts, block_m=block_m, popular=popular, popularity=heat)
     arrays = [np.asarray(array) for array in made]
     # `position` is the inverse of sorted_slot
     assert np.array_equal(arrays[0][arrays[4]], np.arange(ids.size))
     return Plan(*arrays[:4])
 
 
-def assert_equal(made: Plan, ids: np.ndarray, experts: int, block_m: int) -> None:
-    assert_plan(made, ids, experts, block_m)
-    specified = plan(ids, experts, block_m)
-    for name in ("sorted_slot", "tile_expert", "tile_rows"):
+def assert_equal(made: Plan, ids: np.ndarray, experts: int, block_m: int, popularity: Popularity = None) -> None:
+    heat = expert_counts(ids, experts) if isinstance(popularity, str) else popularity
+    assert_plan(made, ids, experts, block_m, heat)
+    specified = plan(ids, experts, block_m, heat)
+    for name in ("sorted_slot", "tile_expert", "tile_rows", "tile_span"):
         np.testing.assert_array_equal(getattr(made, name), getattr(specified, name), err_msg=name)
 
 
+Planner = Callable[..., Plan]
+"""(ids, experts, block_m, popularity=None)."""
 PLANNERS = {"triton": triton_plan, "jax": jax_plan}
 EVERY_PLANNER = pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS.keys())
 
 
 @NUMERICS
-@given(routing=routings(), block_m=BLOCK_M)
-@example(routing=(np.zeros((4, 1), np.int32), 1), block_m=16)
-@example(routing=(np.full((9, 3), -1, np.int32), 2), block_m=16)
+@given(routing=routings(), block_m=BLOCK_M, data=st.data())
 @settings(max_examples=40)
-def test_triton_plan_equals_specification(routing: tuple[np.ndarray, int], block_m: int) -> None:
-    assert_equal(triton_plan(*routing, block_m), *routing, block_m)
+def test_triton_plan_equals_specification(routing: tuple[np.ndarray, int], block_m: int, data: st.DataObject) -> None:
+    popularity = data.draw(st.sampled_from([None, "counts"]) | popularities(routing[1]))
+    assert_equal(triton_plan(*routing, block_m, popularity), *routing, block_m, popularity)
+
+
+@NUMERICS
+@EVERY_PLANNER
+@pytest.mark.parametrize("popularity", [None, "counts", "given"])
+@pytest.mark.parametrize("ids", [np.zeros((4, 1), np.int32), np.full((9, 3), -1, np.int32)], ids=["all", "none"])
+def test_one_expert_or_none(planner: Planner, ids: np.ndarray, popularity: str | None) -> None:
+    heat = np.array([3, 3], np.int32) if popularity == "given" else popularity
+    assert_equal(planner(ids, 2, 16, heat), ids, 2, 16, heat)
 
 
 @NUMERICS
@@ -165,10 +221,11 @@ def test_triton_plan_equals_specification(routing: tuple[np.ndarray, int], block
     ids=hnp.arrays(np.int32, (6, 3), elements=st.integers(-1, 4))
     | hnp.arrays(np.int32, (40, 1), elements=st.integers(-1, 4)),
     block_m=st.sampled_from([16, 32]),
+    popularity=st.sampled_from([None, "counts"]) | popularities(5),
 )
 @settings(max_examples=60)
-def test_jax_plan_equals_specification(ids: np.ndarray, block_m: int) -> None:
-    assert_equal(jax_plan(ids, 5, block_m), ids, 5, block_m)
+def test_jax_plan_equals_specification(ids: np.ndarray, block_m: int, popularity: Popularity) -> None:
+    assert_equal(jax_plan(ids, 5, block_m, popularity), ids, 5, block_m, popularity)
 
 
 @NUMERICS
@@ -186,20 +243,19 @@ def test_jax_plan_equals_specification(ids: np.ndarray, block_m: int) -> None:
         (40, 2, 16, "E + 1 just past a power of two"),
     ],
 )
-def test_larger_plans(
-    planner: Callable[[np.ndarray, int, int], Plan], tokens: int, top_k: int, experts: int, reason: str
-) -> None:
-    ids = np.random.default_rng(tokens).integers(-1, experts, (tokens, top_k)).astype(np.int32)
+def test_larger_plans(planner: Planner, tokens: int, top_k: int, experts: int, reason: str) -> None:
+    rng = np.random.default_rng(tokens)
+    ids = rng.integers(-1, experts, (tokens, top_k)).astype(np.int32)
     assert_equal(planner(ids, experts, 16), ids, experts, 16)
     skewed = np.where(ids % 3 == 0, ids, experts - 1)
-    assert_equal(planner(skewed, experts, 32), skewed, experts, 32)
+    heat = rng.integers(0, 4, experts).astype(np.int32)
+    assert_equal(planner(skewed, experts, 32, heat), skewed, experts, 32, heat)
 
 
 @NUMERICS
 @EVERY_PLANNER
-def test_numbers_that_are_no_expert_go_to_the_last_bucket(planner: Callable[[np.ndarray, int, int], Plan]) -> None:
+@pytest.mark.parametrize("popularity", [None, "counts"])
+def test_numbers_that_are_no_expert_go_to_the_last_bucket(planner: Planner, popularity: str | None) -> None:
     ids = np.array([(0, 3), (2**31 - 1, 1), (-7, -(2**31)), (2, 0)], np.int32)
-    made = planner(ids, 3, 16)
-    specified = plan(np.where((ids < 0) | (ids > 2), -1, ids).astype(np.int32), 3, 16)
-    for name in ("sorted_slot", "tile_expert", "tile_rows"):
-        np.testing.assert_array_equal(getattr(made, name), getattr(specified, name), err_msg=name)
+    seen = np.where((ids < 0) | (ids > 2), -1, ids).astype(np.int32)
+    assert_equal(planner(ids, 3, 16, popularity), seen, 3, 16, popularity)

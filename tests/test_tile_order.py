@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,24 @@ from hypothesis import strategies as st
 import backends
 from shared import orders
 from shared.checks import ArgumentError
-from shared.orders import ORDERS, Tile
+from shared.orders import GRID_ORDERS, Tile
 from tests.where import HAS_GPU, NUMERICS
 
 SIZES = st.integers(1, 60)
 SMALL_SIZES = st.integers(1, 7)  # a grid of up to 49 programs, which the Triton interpreter runs one by one
+EXPERT_ROWS = st.lists(st.integers(1, 12), min_size=1, max_size=8)
+"""Tile rows of each expert, in the order of the tile rows."""
 
-Walk = Callable[[str, int, int, int], list[Tile]]
+Walk = Callable[..., list[Tile]]
+"""(order, tile_rows, tile_cols, group_m, expert_rows=()) -> tiles, in the order of programs."""
+
+
+def span_of(expert_rows: Sequence[int], length: int) -> np.ndarray:
+    """tile_span (length, 2) of `shared.planning.Plan`."""
+    rows = np.array(expert_rows, np.int32)
+    used = np.stack([np.repeat(np.cumsum(rows) - rows, rows), np.repeat(rows, rows)], axis=1)
+    unused = np.arange(len(used), length)
+    return np.concatenate([used, np.stack([unused, np.ones_like(unused)], axis=1)]).astype(np.int32)
 
 
 def assert_bijection(tiles: list[Tile], tile_rows: int, tile_cols: int) -> None:
@@ -28,7 +39,7 @@ def assert_bijection(tiles: list[Tile], tile_rows: int, tile_cols: int) -> None:
     assert set(tiles) == {(row, col) for row in range(tile_rows) for col in range(tile_cols)}
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", GRID_ORDERS)
 @given(tile_rows=SIZES, tile_cols=SIZES, group_m=st.integers(1, 70))
 @example(tile_rows=1, tile_cols=8, group_m=8)  # the four grids of a public report on the published mapping
 @example(tile_rows=2, tile_cols=3, group_m=2)
@@ -56,11 +67,25 @@ def test_grouped_walks_bands(tile_rows: int, tile_cols: int, group_m: int) -> No
     assert tiles == sorted(tiles, key=lambda tile: (tile[0] // group_m, tile[1], tile[0]))
 
 
+@given(expert_rows=EXPERT_ROWS, tile_cols=st.integers(1, 12))
+@example(expert_rows=[1], tile_cols=1)
+@example(expert_rows=[3, 1, 2], tile_cols=5)
+def test_popular_walks_expert_by_expert(expert_rows: list[int], tile_cols: int) -> None:
+    """A bijection for any number of tile rows an expert; one expert after the other, each down its columns."""
+    tiles = list(orders.walk("popular", sum(expert_rows), tile_cols, expert_rows=expert_rows))
+    assert_bijection(tiles, sum(expert_rows), tile_cols)
+    expert = np.repeat(np.arange(len(expert_rows)), expert_rows)
+    assert tiles == sorted(tiles, key=lambda tile: (expert[tile[0]], tile[1], tile[0]))
+
+
 def test_walks_by_hand() -> None:
     assert list(orders.walk("row", 2, 3)) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert list(orders.walk("column", 2, 3)) == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
     grouped = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
     assert list(orders.walk("grouped", 3, 2, group_m=2)) == grouped
+    popular = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+    assert list(orders.walk("popular", 3, 2, expert_rows=[2, 1])) == popular
+    assert list(orders.walk("popular", 3, 2)) == list(orders.walk("row", 3, 2)), "one tile row an expert"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +94,9 @@ def test_walks_by_hand() -> None:
         (("row", -1, 2, 3), "pid: got -1; allowed: 0 to 5"),
         (("column", 6, 2, 3), "pid: got 6; allowed: 0 to 5"),
         (("grouped", 0, 2, 3, 0), "group_m: got 0"),
-        (("rows", 0, 2, 3), "order: got 'rows'; known: row, column, grouped; did you mean 'row'"),
+        (("rows", 0, 2, 3), "order: got 'rows'; known: row, column, grouped, popular; did you mean 'row'"),
+        (("popular", 0, 2, 3, 8, [1]), "expert_rows: got [1]; allowed: positive numbers that add up to 2"),
+        (("popular", 0, 2, 3, 8, [2, 0]), "expert_rows: got [2, 0]; allowed: positive numbers that add up to 2"),
     ],
 )
 def test_refuses(arguments: tuple[Any, ...], message: str) -> None:
@@ -132,7 +159,9 @@ def test_published_coverage(tokens: int, tile_rows: int, block_m: int, block_n: 
 # Implementations in kernel languages
 
 
-def triton_walk(order: str, tile_rows: int, tile_cols: int, group_m: int) -> list[Tile]:
+def triton_walk(
+    order: str, tile_rows: int, tile_cols: int, group_m: int, expert_rows: Sequence[int] = ()
+) -> list[Tile]:
     """`locate_tile` of backends/triton_kernel.py, inside a kernel that writes down each program's tile."""
     import torch
 
@@ -142,9 +171,11 @@ def triton_walk(order: str, tile_rows: int, tile_cols: int, group_m: int) -> lis
     device = "cuda" if HAS_GPU else "cpu"
     rows, cols = torch.full((2, count), -1, dtype=torch.int32, device=device)
     rows_in_use = torch.tensor([tile_rows], dtype=torch.int32, device=device)
+    span = torch.from_numpy(span_of(expert_rows, tile_rows)).to(device)
+    arguments = (rows, cols, rows_in_use, span)
     constants = {"TILE_COLS": tile_cols, "ORDER": order, "GROUP_M": group_m}
     if HAS_GPU:
-        walk_kernel.walk_kernel[(count,)](rows, cols, rows_in_use, **constants)
+        walk_kernel.walk_kernel[(count,)](*arguments, **constants)
     else:
         from triton.runtime.interpreter import InterpretedFunction
 
@@ -154,34 +185,35 @@ def triton_walk(order: str, tile_rows: int, tile_cols: int, group_m: int) -> lis
         with triton_interpreter._interpreted_library():
             walk_kernel.locate_tile = triton_interpreter._interpreted_kernels().locate_tile
             try:
-                InterpretedFunction(walk_kernel.walk_kernel.fn)[(count,)](rows, cols, rows_in_use, **constants)
+                InterpretedFunction(walk_kernel.walk_kernel.fn)[(count,)](*arguments, **constants)
             finally:
                 walk_kernel.locate_tile = compiled
     return list(zip(rows.tolist(), cols.tolist(), strict=True))
 
 
 def jax_walk(locate: Callable[..., Any]) -> Walk:
-    def walk(order: str, tile_rows: int, tile_cols: int, group_m: int) -> list[Tile]:
+    def walk(order: str, tile_rows: int, tile_cols: int, group_m: int, expert_rows: Sequence[int] = ()) -> list[Tile]:
         import jax
         import jax.numpy as jnp
 
         count = tile_rows * tile_cols
-        one = lambda pid: locate(order, pid, jnp.int32(tile_rows), tile_cols, group_m)  # noqa: E731
         with jax.default_device(jax.devices("cpu")[0]):
-            # Always the same length, so that JAX compiles each operation once for all grids.
+            # Always the same lengths, so that JAX compiles each operation once for all grids.
+            span = jnp.asarray(span_of(expert_rows, 100))
+            one = lambda pid: locate(order, pid, jnp.int32(tile_rows), tile_cols, group_m, span)  # noqa: E731
             rows, cols = jax.vmap(one)(jnp.arange(60 * 60, dtype=jnp.int32))
         return list(zip(rows[:count].tolist(), cols[:count].tolist(), strict=True))
 
     return walk
 
 
-def pallas_triton_walk(order: str, tile_rows: int, tile_cols: int, group_m: int) -> list[Tile]:
+def pallas_triton_walk(order: str, *grid: Any) -> list[Tile]:
     locate = backends.load("pallas-triton").locate_tile  # type: ignore[attr-defined]
-    return jax_walk(lambda o, pid, rows, cols, g: locate(pid, rows, cols, o, g))(order, tile_rows, tile_cols, group_m)
+    return jax_walk(lambda o, pid, rows, cols, g, span: locate(pid, rows, cols, o, g, span))(order, *grid)
 
 
-def pallas_mosaic_walk(order: str, tile_rows: int, tile_cols: int, group_m: int) -> list[Tile]:
-    return jax_walk(backends.load("pallas-mosaic")._tile)(order, tile_rows, tile_cols, group_m)  # type: ignore[attr-defined]
+def pallas_mosaic_walk(order: str, *grid: Any) -> list[Tile]:
+    return jax_walk(backends.load("pallas-mosaic")._tile)(order, *grid)  # type: ignore[attr-defined]
 
 
 WALKS: dict[str, Walk] = {
@@ -197,7 +229,7 @@ def test_every_backend_has_its_order_tested() -> None:
 
 
 @NUMERICS
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", GRID_ORDERS)
 @given(tile_rows=SMALL_SIZES, tile_cols=SMALL_SIZES, group_m=st.integers(1, 9))
 @example(tile_rows=1, tile_cols=8, group_m=8)
 @example(tile_rows=2, tile_cols=3, group_m=2)
@@ -208,13 +240,35 @@ def test_triton_equals_specification(order: str, tile_rows: int, tile_cols: int,
 
 
 @pytest.mark.parametrize("backend", ["pallas-triton", "pallas-mosaic"])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", GRID_ORDERS)
 @given(tile_rows=SIZES, tile_cols=SIZES, group_m=st.integers(1, 70))
 @example(tile_rows=1, tile_cols=8, group_m=8)
 @settings(max_examples=25)
 def test_pallas_equals_specification(backend: str, order: str, tile_rows: int, tile_cols: int, group_m: int) -> None:
     walked = WALKS[backend](order, tile_rows, tile_cols, group_m)
     assert walked == list(orders.walk(order, tile_rows, tile_cols, group_m))
+
+
+@NUMERICS
+@given(expert_rows=st.lists(st.integers(1, 4), min_size=1, max_size=4), tile_cols=st.integers(1, 4))
+@example(expert_rows=[3, 1, 2], tile_cols=3)
+@settings(max_examples=15)
+def test_triton_equals_specification_of_popular(expert_rows: list[int], tile_cols: int) -> None:
+    assert_popular(triton_walk, expert_rows, tile_cols)
+
+
+@pytest.mark.parametrize("backend", ["pallas-triton", "pallas-mosaic"])
+@given(expert_rows=EXPERT_ROWS, tile_cols=st.integers(1, 30))
+@example(expert_rows=[3, 1, 2], tile_cols=3)
+@settings(max_examples=25)
+def test_pallas_equals_specification_of_popular(backend: str, expert_rows: list[int], tile_cols: int) -> None:
+    assert_popular(WALKS[backend], expert_rows, tile_cols)
+
+
+def assert_popular(walk: Walk, expert_rows: list[int], tile_cols: int) -> None:
+    tile_rows = sum(expert_rows)
+    specified = list(orders.walk("popular", tile_rows, tile_cols, expert_rows=expert_rows))
+    assert walk("popular", tile_rows, tile_cols, 1, expert_rows) == specified
 
 
 @NUMERICS
