@@ -144,7 +144,9 @@ def recheck(contender: Contender, data: Data, result: Any) -> None:
 
 
 def _judge(contender: Contender, data: Data, y: Any) -> dict[str, float | None]:
-    error, bound = data.error(y), error_bound(data.problem)
+    config, problem = contender.config, data.problem
+    error = data.error(y)
+    bound = error_bound(problem, 1 if config is None else config.rounded_parts(problem.k))
     if not error <= bound:
         raise WrongResult(contender.row.id, error, bound)
     return {"error": error, "error_bound": bound, "quantisation_error": data.quantisation_error(y)}
