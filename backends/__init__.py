@@ -9,7 +9,7 @@ from typing import Any
 from backends import arrays, tuning
 from backends.registry import BACKENDS, Backend, BackendUnavailable, load
 from backends.tuning import Choice
-from shared.checks import ArgumentError, DtypeError, check_arguments, check_name, check_values
+from shared.checks import ArgumentError, DtypeError, check_arguments, check_name, check_popularity, check_values
 from shared.config import Config
 from shared.orders import ORDERS
 from shared.problem import Problem
@@ -41,6 +41,7 @@ def moe_gemm(
     order: str = "column",
     config: Config | None = None,
     backend: str = "torch-triton",
+    popularity: Any = None,
     interpret: bool = False,
     validate: bool = False,
 ) -> Any:
@@ -53,9 +54,11 @@ def moe_gemm(
     w_scale     float32, FP8 only: (E, N) per channel or (E, ceil(N/128), ceil(K/128)) per block
     topk_weight (T, top_k) float32, multiplies the rows of y
     mode        None: the dtype of w says it, and FP8 means w8a16. "w8a8" quantises x per token on the fly.
-    order       in which order thread blocks walk the output tiles: row, column, grouped
+    order       in which order thread blocks walk the output tiles: row, column, grouped, popular
     config      tile shape; None takes the best known one, which `choose_config` shows
     backend     torch-triton, jax-triton, pallas-triton, pallas-mosaic
+    popularity  (E,) int32, for order "popular" alone: experts are walked by falling popularity, such as their slots in
+                earlier steps; None takes the slots of this routing
     interpret   run in the backend's interpreter, on the CPU; without it a GPU is needed
     validate    check the values of topk_ids and w_scale on device arrays too; waits for the device
 
@@ -73,25 +76,28 @@ def moe_gemm(
     if "torch" in sys.modules:
         from backends import torch_op
 
-        given = (x, w, topk_ids, w_scale, topk_weight, None)
+        given = (x, w, topk_ids, w_scale, topk_weight, popularity)
         if torch_op.recording(given):
             return torch_op.call(given, config, **options)
-    return unrecorded(x, w, topk_ids, w_scale, topk_weight, config=config, **options)
+    return unrecorded(x, w, topk_ids, w_scale, topk_weight, popularity, config=config, **options)
 
 
 def unrecorded(
-    x: Any, w: Any, topk_ids: Any, w_scale: Any, topk_weight: Any, *, config: Config | None, mode: str | None,
-    order: str, backend: str, interpret: bool, validate: bool,
+    x: Any, w: Any, topk_ids: Any, w_scale: Any, topk_weight: Any, popularity: Any, *, config: Config | None,
+    mode: str | None, order: str, backend: str, interpret: bool, validate: bool,
 ) -> Any:  # fmt: skip
     """`moe_gemm` itself. What records torch operators sees it from outside only (backends/torch_op.py)."""
     check_name("order", order, ORDERS)
     module = load(backend)
     given = {"x": x, "w": w, "topk_ids": topk_ids, "w_scale": w_scale, "topk_weight": topk_weight}
+    given["popularity"] = popularity
     spec = {name: None if array is None else arrays.describe(name, array) for name, array in given.items()}
     for name in ("x", "w", "topk_ids"):
         if spec[name] is None:
             raise DtypeError(f"{name}: got None; allowed: a torch.Tensor, a jax.Array or a numpy.ndarray")
+    of_popularity = spec.pop("popularity")
     problem = check_arguments(**spec, mode=mode)  # type: ignore[arg-type]
+    check_popularity(of_popularity, order, spec["w"])  # type: ignore[arg-type]
     kind = spec["x"].kind  # type: ignore[union-attr]
     _check_strides(spec, module)
     if kind == "torch":
@@ -135,7 +141,13 @@ def unrecorded(
         None if array is None else arrays.to_framework(array, module.FRAMEWORK, on_gpu=not interpret)
         for array in given.values()
     ]
-    run = functools.partial(module.moe_gemm, problem=problem, order=order, config=config, interpret=interpret)
+
+    def run(*arguments: Any) -> Any:
+        *others, heat = arguments
+        return module.moe_gemm(
+            *others, problem=problem, order=order, config=config, interpret=interpret, popularity=heat
+        )
+
     if traced:
         from backends import jax_rules
 

@@ -96,7 +96,7 @@ def operator(
     config {} means None."""
     from backends import unrecorded
 
-    return unrecorded(x, w, topk_ids, w_scale, topk_weight, **_keywords(options))
+    return unrecorded(x, w, topk_ids, w_scale, topk_weight, popularity, **_keywords(options))
 
 
 def _keywords(options: str) -> dict[str, Any]:

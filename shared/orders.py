@@ -23,7 +23,7 @@ from shared.checks import ArgumentError, check_name
 
 GRID_ORDERS = ("row", "column", "grouped")
 """Orders that need only the size of the grid."""
-ORDERS = GRID_ORDERS
+ORDERS = (*GRID_ORDERS, "popular")
 Tile = tuple[int, int]
 
 
@@ -40,7 +40,7 @@ def tile(
     expert_rows: for `popular`, how many tile rows each expert fills, in the order of the tile rows; they add up to
                  tile_rows. None: one each, which makes it `row`.
     """
-    check_name("order", order, (*GRID_ORDERS, "popular"))
+    check_name("order", order, ORDERS)
     if not 0 <= pid < tile_rows * tile_cols:
         raise ArgumentError(f"pid: got {pid}; allowed: 0 to {tile_rows * tile_cols - 1} ({tile_rows}x{tile_cols})")
     if group_m < 1:
