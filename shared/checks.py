@@ -176,7 +176,7 @@ def check_popularity(popularity: ArraySpec | None, order: str, w: ArraySpec) -> 
     _check_dtype("popularity", popularity, "int32")
     if popularity.kind != w.kind:
         raise DtypeError(f"popularity: got a {popularity.kind} array; allowed: {w.kind}, the kind of w")
-    _check_one_device({"w": w, "popularity": popularity})
+    check_one_device({"w": w.device, "popularity": popularity.device})
 
 
 def check_values(problem: Problem, topk_ids: np.ndarray, w_scale: np.ndarray | None) -> None:
