@@ -12,11 +12,18 @@ a memory latency per tile.
 wgmma's left operand has 64 rows at least, its right one 8 columns or more. The weights (block_n x block_k) are the left
 one; the tokens, far fewer, the right one, read through a transposed view. The accumulator is (block_n, height).
 
-TMA reads boxes of equally strided rows, so XLA gathers the rows of x beforehand (`x_rows`, sorted by expert and padded
-to block_m) and takes each slot's row out of the kernel's output afterwards. That last gather also puts the zero rows of
--1 slots: their tile rows are not computed. TMA fills what lies past K with zeros and drops what lies past N. It needs K
-to be a multiple of 32 bytes (better 128), N of 8, and neither smaller than the block; where they are not so, the
-weights are copied into a padded array on each call, which is slow and there for correctness alone.
+TMA reads boxes of equally strided rows, so the rows of x that a tile multiplies lie one below the other beforehand:
+`mosaic_rows` says how. XLA takes each slot's row out of the kernel's output afterwards. That last gather also puts the
+zero rows of -1 slots: their tile rows are not computed. Boxes of x and of y have 8, 16, 32 ... rows, as few as hold the
+tile's slots. What the others' columns of the accumulator hold, no one reads.
+
+TMA fills what lies past K with zeros and drops what lies past N. It needs K to be a multiple of 32 bytes (better 128),
+N of 8, and neither smaller than the block; where they are not so, the weights are copied into a padded array on each
+call, which is slow and there for correctness alone.
+
+A split K makes each tile several items of the queue: all first parts, then all second parts, and so on. So the tiles
+in flight together are those that the order puts together, and the last parts, which may have fewer steps, even out the
+queue's end. Float32 parts are stored apart and added by XLA ("two-pass"), or TMA adds them to what memory holds.
 
 fp8-w8a16 widens its weights in registers, from where wgmma can read its left operand: they cost no second trip through
 shared memory. Block scales multiply the sum of each step in float32, outside the matrix instruction.
@@ -206,7 +213,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     heights = [height] if reads_all_tokens(problem) else _doubling(8, height)
     k_steps = ceil_div(problem.k, block_k)
     tile_cols = problem.tile_cols(block_n)
-    parts, steps_per_part = _parts(problem, config), config.k_steps_per_split(problem.k)
+    parts, steps_per_part = config.parts(problem.k), config.k_steps_per_split(problem.k)
     y_dtype = _sum_dtype(problem, config)
     adds_up = parts > 1 and config.reduction != "two-pass"
     # Pallas's interpreter has no adding store. There, parts are kept apart in y_dtype and added afterwards.
@@ -415,14 +422,9 @@ def _tile(
     return first_row + lax.rem(in_band, rows), lax.div(in_band, rows)
 
 
-def _parts(problem: Problem, config: Config) -> int:
-    """Parts of K that have steps: split_k, or fewer where K has few steps."""
-    return ceil_div(ceil_div(problem.k, config.block_k), config.k_steps_per_split(problem.k))
-
-
 def _sum_dtype(problem: Problem, config: Config) -> jnp.dtype:
     """dtype of an output tile as the kernel stores it: float32 for parts of K that are rounded after they are added."""
-    rounds = _parts(problem, config) == 1 or config.reduction == "atomic"
+    rounds = config.parts(problem.k) == 1 or config.reduction == "atomic"
     return jnp.dtype(problem.activation if rounds else "float32")
 
 
