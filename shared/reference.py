@@ -70,8 +70,12 @@ def element_bound(problem: Problem, rounded_parts: int = 1) -> float:
     Over the whole output one wrong element could hide. Rounding to p bits moves an element by at most 2**-p of itself,
     which is 2.4 times the root mean square; 2.5 is allowed. Of 10**4 elements summed by `accumulate_fp8`, the worst is
     off by 1.9 times `accumulation_error` of the row's largest, and outputs have up to 10**9 elements; 5 is allowed.
+
+    Where P parts are rounded and added, all roundings of one element may be at their largest and of one sign: P parts
+    of 1/sqrt(P) of the row's largest, and sums of j = 2 ... P parts of sqrt(j/P).
     """
-    return 2.5 * rounding_error(problem, rounded_parts) + 5 * accumulation_error(problem)
+    roundings = sum((j / rounded_parts) ** 0.5 for j in range(2, rounded_parts + 1)) + rounded_parts**0.5
+    return 2.5 * rounding_error(problem) * roundings + 5 * accumulation_error(problem)
 
 
 def rounding_error(problem: Problem, rounded_parts: int = 1) -> float:

@@ -16,7 +16,10 @@ from tests.cases import Data
 from tests.where import HAS_GPU, INTERPRET
 
 
-def run(backend: str, data: Data, order: str, config: Config, *, fill: float | None = float("nan")) -> np.ndarray:
+def run(
+    backend: str, data: Data, order: str, config: Config, *, fill: float | None = float("nan"),
+    popularity: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
     """y of a backend's own moe_gemm, whose output buffer held `fill` before; skips where the backend cannot."""
     module = backends.load(backend)
     if (reason := module.unavailable(interpret=INTERPRET)) is not None:
@@ -25,9 +28,12 @@ def run(backend: str, data: Data, order: str, config: Config, *, fill: float | N
         pytest.skip(f"{backend} refuses: {reason}")
     native = [
         None if array is None else arrays.to_framework(array, module.FRAMEWORK, on_gpu=HAS_GPU)
-        for array in data.arguments
+        for array in (*data.arguments, popularity)
     ]
-    y = module.moe_gemm(*native, problem=data.problem, order=order, config=config, interpret=INTERPRET, fill=fill)
+    y = module.moe_gemm(
+        *native[:-1], problem=data.problem, order=order, config=config, interpret=INTERPRET, fill=fill,
+        popularity=native[-1],
+    )  # fmt: skip
     return arrays.to_host(y)
 
 
@@ -36,8 +42,11 @@ def as_accumulated(problem: Problem) -> Problem:
     return dataclasses.replace(problem, dtype="fp8-w8a16") if INTERPRET and problem.quantises_x else problem
 
 
-def check(y: np.ndarray, data: Data) -> None:
-    """y is right: dtype and shape, every element written, -1 rows zeros, error within the bound overall and locally."""
+def check(y: np.ndarray, data: Data, rounded_parts: int = 1) -> None:
+    """y is right: dtype and shape, every element written, -1 rows zeros, error within the bound overall and locally.
+
+    rounded_parts: of K, as `Config.rounded_parts` tells.
+    """
     problem, reference = data.problem, data.reference
     assert y.shape == (problem.tokens, problem.top_k, problem.n)
     assert y.dtype.name == problem.activation
@@ -47,9 +56,9 @@ def check(y: np.ndarray, data: Data) -> None:
     nonzero = (y != 0) & (data.ids < 0)[:, :, None]
     assert not nonzero.any(), f"rows of -1 slots must be zeros: {nonzero.sum()} are not, first {where(nonzero)}"
     rows = np.abs(reference).max(axis=2, keepdims=True)
-    wrong = np.abs(y - reference) > element_bound(as_accumulated(problem)) * rows
+    wrong = np.abs(y - reference) > element_bound(as_accumulated(problem), rounded_parts) * rows
     assert not wrong.any(), f"{wrong.sum()} of {y.size} elements wrong, first {where(wrong)}"
-    error, limit = relative_error(y, reference), error_bound(as_accumulated(problem))
+    error, limit = relative_error(y, reference), error_bound(as_accumulated(problem), rounded_parts)
     assert error <= limit, f"relative error {error:.2e} above {limit:.1e}"
 
 

@@ -14,6 +14,7 @@ import pytest
 import backends
 from backends import arrays
 from shared import fp8
+from shared.config import REDUCTIONS
 from shared.orders import ORDERS
 from shared.reference import moe_gemm_reference
 from tests import cases
@@ -48,6 +49,60 @@ def test_against_reference(backend: str, case: cases.Case, variant: str, order: 
     check(y, data)
     if case.integers:
         assert np.array_equal(y.astype(np.float64), data.reference), "small integers must come out exact"
+
+
+def splits() -> Iterator[object]:
+    """backend, variant, reduction. Where a test takes seconds, one variant of each by default, in turn (test_mosaic.py
+    has more of pallas-mosaic's)."""
+    for i, backend in enumerate(backends.BACKENDS):
+        for j, variant in enumerate(VARIANTS):
+            for k, reduction in enumerate(REDUCTIONS):
+                quick = backend == "torch-triton" or (i + j + 2 * k) % len(VARIANTS) == 0
+                marks = () if quick else (pytest.mark.slow,)
+                yield pytest.param(backend, variant, reduction, marks=marks, id=f"{variant}-{reduction}-{backend}")
+
+
+@NUMERICS
+@pytest.mark.parametrize(("backend", "variant", "reduction"), list(splits()))
+def test_split_k(backend: str, variant: str, reduction: str) -> None:
+    """Buffers that parts of K are stored or added to hold NaN beforehand, as y does."""
+    data = cases.data_of(cases.SPLIT, variant)
+    config = cases.SPLIT.config.replace(reduction=reduction)
+    assert (config.parts(data.problem.k), config.split_k) == (4, 5)
+    check(run(backend, data, "popular", config), data, config.rounded_parts(data.problem.k))
+
+
+def test_split_k_is_refused_nowhere() -> None:
+    """So that no reduction falls out of the test above unseen."""
+    for backend in backends.BACKENDS:
+        for variant in VARIANTS:
+            for reduction in REDUCTIONS:
+                config = cases.SPLIT.config.replace(reduction=reduction)
+                assert backends.load(backend).unsupported(cases.SPLIT.problem(variant), config) is None
+
+
+@NUMERICS
+@EVERY_BACKEND
+@pytest.mark.parametrize("reduction", ["atomic", pytest.param("atomic-fp32", marks=pytest.mark.slow)])
+def test_split_k_again_with_other_data(backend: str, reduction: str) -> None:
+    """The buffer that parts are added to is cleared in every call: what it held, 7 here, is not in y. Elsewhere, jitted
+    calls added to what the last call had left. The first call's result stays as it was."""
+    config = cases.SPLIT.config.replace(reduction=reduction)
+    first = cases.data_of(cases.SPLIT, "fp16")
+    halved = dataclasses.replace(first, x=first.x / np.float16(2), reference=first.reference / 2)
+    parts = config.rounded_parts(first.problem.k)
+    y = run(backend, first, "column", config, fill=7.0)
+    check(run(backend, halved, "column", config, fill=7.0), halved, parts)
+    check(y, first, parts)
+
+
+@NUMERICS
+@EVERY_BACKEND
+def test_popularity_changes_the_walk_and_no_result(backend: str) -> None:
+    """Experts hot in earlier steps are other ones than in this: rows of y are where they belong all the same."""
+    case = CASES["many-rows"]
+    data = build(case.name, "fp16")
+    check(run(backend, data, "popular", case.config, popularity=np.array([5, -1, 5], np.int32)), data)
 
 
 REFUSED = {
