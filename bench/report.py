@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import evidence, picture, porting, results, tables
+from bench import cache_tables, evidence, picture, porting, results, tables
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "notes").glob("*.md")))
@@ -30,6 +30,13 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {
 """Block names, and what they hold for one GPU's merged results."""
 SOURCE_BLOCKS = {f"step-{step.lower().replace(' ', '-')}": step for step in porting.STEPS}
 """Block names, and the step of the kernels whose source they hold."""
+
+MODEL_BLOCKS: dict[str, Callable[[], str]] = {
+    "cache-model-errors": cache_tables.errors_block,
+    "cache-model-parameters": cache_tables.parameters_block,
+    "cache-model-gpus": cache_tables.gpus_block,
+}
+"""Block names, and what they hold of the cache model's committed files."""
 
 
 def rewrite(*, check: bool, documents: Sequence[Path] = DOCUMENTS, folder: Path = results.RESULTS) -> list[str]:
@@ -59,6 +66,10 @@ def rewrite(*, check: bool, documents: Sequence[Path] = DOCUMENTS, folder: Path 
                 changed.append(f"{gpu}/{name}: shows other data than the committed results")
                 if not check:
                     path.write_text(draw(), encoding="utf-8")
+    if folder == results.RESULTS and cache_tables.picture_differs():
+        changed.append(f"{cache_tables.PICTURE.name}: shows other data than the committed judgement")
+        if not check:
+            cache_tables.PICTURE.write_text(cache_tables.picture_now(), encoding="utf-8")
     return changed
 
 
