@@ -146,3 +146,14 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, name: str, text: st
         results.load(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("status", "left"), [("wrong", {}), ("failed", {"call_us": 200.0})], ids=["wrong", "failed"])
+def test_a_failure_in_a_later_run_takes_the_earlier_time(status: str, left: dict[str, float]) -> None:
+    failure = row("torch-triton") | {"kind": "failed", "test": "kernel", "status": status, "reason": "so"}
+    (found,) = results.compact([RUN, row("torch-triton", kernel_us=1.0, call_us=200.0), LATER, failure])["rows"]
+    assert {key: found[key] for key in results.TIMES if key in found} == left
+    assert found["failures"] == {"kernel": f"{status}: so"}
+    (found,) = results.compact([RUN, failure, LATER, row("torch-triton", kernel_us=2.0)])["rows"]
+    assert found["kernel_us"] == 2.0
+    assert "failures" not in found
