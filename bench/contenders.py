@@ -25,7 +25,8 @@ class CannotRun(Exception):
 class Contender:
     """A row made ready. `call(*arguments)` computes y on the device and does not wait.
 
-    kernel_name: substring of the GEMM kernel's name; None: all kernels of a call count (peers)
+    kernel_name: substring of the names of the GEMM kernel and of those that a split K needs besides; None: all kernels
+                 of a call count (peers)
     to_y:        the result of a call -> torch (T, top_k, N)
     tile_rows:   tile rows in use at this config; None for peers
     captured:    what `capture` made, once it has
@@ -96,10 +97,13 @@ def _prepare_backend(row: Row, data: Data, device: Device, config: Config | None
             interpret=device.interpret,
         )
 
+    # The kernels that Triton backends need for a split K carry the GEMM kernel's name. XLA's of pallas-mosaic do not:
+    # all that its call launches counts then.
+    unnamed = row.contender == "pallas-mosaic" and config.parts(data.problem.k) > 1
     tile_rows = planning.tile_rows_in_use(data.counts, config.block_m)
     return Contender(
-        row, module.FRAMEWORK, call, tuple(arrays), to_torch, kernel_name=module.KERNEL_NAME, config=config,
-        tile_rows=tile_rows,
+        row, module.FRAMEWORK, call, tuple(arrays), to_torch, kernel_name=None if unnamed else module.KERNEL_NAME,
+        config=config, tile_rows=tile_rows,
     )  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """How a time is taken. Two kinds that are never mixed: GPU time, by the GPU's clock, and call time, by the host's.
 
-- kernel time:  GPU seconds of the GEMM kernel alone (of all kernels, for a peer)
+- kernel time:  GPU seconds of the GEMM kernel alone (of all kernels, for a peer). Where K is split, the kernels that
+                clear what parts are added to and that make y of float32 sums carry the GEMM kernel's name in theirs
+                and count in; pallas-mosaic leaves both to XLA, so all kernels of its call count then
 - GPU total:    GPU seconds of everything that one call launches: planning, quantisation, gather, GEMM, scatter
 - call time:    what a caller waits for, from the call until the result is there, host cost included
 

@@ -26,7 +26,7 @@ from bench.cases import DEFAULT_DTYPES, Case, Row
 from bench.clock import CLOCKS, ClockError
 from bench.results import differences, end_at_a_line
 from shared.checks import ArgumentError, check_name
-from shared.config import Config
+from shared.config import REDUCTIONS, Config
 from shared.models import model
 from shared.problem import Problem, ScaleLayout
 
@@ -45,16 +45,34 @@ CASES = (
 
 
 def candidates(problem: Problem, backend: str) -> list[Config]:
-    """Configs worth timing: token tiles near an expert's slots, and tiles that fill the pipeline and fit the GPU."""
+    """Configs worth timing: token tiles near an expert's slots, and tiles that fill the pipeline and fit the GPU.
+
+    Where there are few tiles, also several thread blocks a tile (split_k), with each way of adding up what they have.
+    """
     per_expert = problem.slots / max(1, min(problem.experts, problem.slots))
     rows = [m for m in (16, 32, 64, 128) if (m == 16 or m / 2 < per_expert * 1.3) and m * 2 >= min(per_expert, 128)]
-    if backend == "pallas-mosaic":
-        return [config for m in rows for config in _mosaic_tiles(problem, m)]
     found: list[Config] = []
-    for block_m in rows:
-        for swap_ab in (False, True) if _few_tiles(problem) or problem.dtype == "fp8-w8a16" else (True,):
-            found += _triton_tiles(problem, block_m, swap_ab)
-    return found
+    if backend == "pallas-mosaic":
+        found += [config for m in rows for config in _mosaic_tiles(problem, m)]
+    else:
+        for block_m in rows:
+            for swap_ab in (False, True) if _few_tiles(problem) or problem.dtype == "fp8-w8a16" else (True,):
+                found += _triton_tiles(problem, block_m, swap_ab)
+    return found + (list(_split(problem, backend, rows[0])) if _few_tiles(problem) else [])
+
+
+def _split(problem: Problem, backend: str, block_m: int) -> Iterator[Config]:
+    """One or two tiles, each with its K in 2, 4 and 8 parts, two thread blocks a multiprocessor."""
+    swap_ab = backend == "pallas-mosaic" or problem.dtype != "fp8-w8a16"
+    block_k = 256 if problem.dtype == "fp8-w8a8" else 128
+    for block_n in (64,) if backend == "pallas-mosaic" else (64, 128):
+        stage = block_k * (block_m * problem.x_itemsize + block_n * problem.w_itemsize)
+        num_stages = max(2, min(5, 100_000 // stage))
+        tile = Config(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=num_stages, swap_ab=swap_ab)
+        for split_k, reduction in itertools.product((2, 4, 8), REDUCTIONS):
+            config = tile.replace(split_k=split_k, reduction=reduction)
+            if config.parts(problem.k) == split_k:
+                yield config
 
 
 def _few_tiles(problem: Problem) -> bool:
@@ -67,9 +85,9 @@ def _triton_tiles(problem: Problem, block_m: int, swap_ab: bool) -> Iterator[Con
     else:
         depths = (64, 128) if problem.dtype == "fp8-w8a16" and block_m > 16 else (128, 256)
     shapes: tuple[tuple[int, int], ...] = ((64, 4), (128, 4), (128, 8), (256, 8))
-    if _few_tiles(problem) and not swap_ab:
-        shapes = ((32, 4), (64, 4))
-        depths = (*depths, 2 * depths[-1])
+    if _few_tiles(problem):
+        shapes = ((32, 4), (64, 4)) if not swap_ab else ((32, 4), *shapes)
+        depths = (*depths, 2 * depths[-1]) if not swap_ab else depths
     for block_k, (block_n, num_warps) in itertools.product(depths, shapes):
         if num_warps == 8 and block_m < 32 and block_n < 256:
             continue

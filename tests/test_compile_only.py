@@ -14,7 +14,7 @@ import pytest
 import backends
 from backends.compiled import Compiled
 from shared import models
-from shared.config import Config
+from shared.config import REDUCTIONS, Config
 from shared.orders import ORDERS
 from shared.problem import Problem
 from tests.cases import VARIANTS
@@ -59,12 +59,19 @@ def compiled(backend: str, problem: Problem, order: str, config: Config) -> Comp
 
 def in_turn() -> list[object]:
     return [
-        pytest.param(backend, variant, ORDERS[(i + j) % 3], id=f"{backend}-{variant}-{ORDERS[(i + j) % 3]}")
+        pytest.param(
+            backend, variant, ORDERS[(i + j) % len(ORDERS)], id=f"{backend}-{variant}-{ORDERS[(i + j) % len(ORDERS)]}"
+        )
         for i, backend in enumerate(backends.BACKENDS)
         for j, variant in enumerate(VARIANTS)
         # XLA takes ten times as long as Triton; for it, bf16 differs from fp16 in the name of the instruction only.
         if (backend, variant) != ("pallas-triton", "bf16")
     ]
+
+
+def order_of(backend: str, variant: str) -> str:
+    """The order that `test_compiles` takes, so that what it compiled is found."""
+    return next(p.values[2] for p in in_turn() if p.values[:2] == (backend, variant))  # type: ignore[attr-defined]
 
 
 def assert_fits(code: Compiled, config: Config) -> None:
@@ -110,6 +117,40 @@ def test_compiles(backend: str, variant: str, order: str, record_property: pytes
         assert not re.search(r"\bH(?:G)?MMA\b", code.sass)
 
 
+def splits() -> list[object]:
+    """Each reduction in 16 bits and FP8. XLA takes ten times as long as Triton: one of pallas-triton, to bfloat16."""
+    slow = pytest.mark.slow
+    triton = [("torch-triton", variant) for variant in ("fp16", "bf16", "fp8-w8a16-channel", "fp8-w8a8-block")]
+    return [
+        pytest.param(
+            backend, variant, reduction, id=f"{backend}-{variant}-{reduction}",
+            marks=slow if backend == "pallas-triton" and reduction != "atomic" else (),
+        )
+        for backend, variant in [*triton, ("pallas-triton", "fp8-w8a8-block")]
+        for reduction in REDUCTIONS
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "variant", "reduction"), splits())
+def test_split_k_compiles(backend: str, variant: str, reduction: str) -> None:
+    """As without parts: nothing spills, the same matrix instructions, loads ahead. And the additions are what they
+    should be: of the right type, several elements at once, without an order that sums do not need."""
+    config, problem = config_of(backend, variant), problem_of(variant)
+    order = order_of(backend, variant)
+    whole = compiled(backend, problem, order, config)
+    code = compiled(backend, problem, order, config.replace(split_k=4, reduction=reduction))
+    assert_fits(code, config)
+    assert matrix_instructions(code.ptx) == matrix_instructions(whole.ptx)
+    assert code.shared_bytes == whole.shared_bytes
+    assert code.ptx.count("cp.async.cg") == whole.ptx.count("cp.async.cg") > 0
+    element = "f16" if variant == "fp16" else "bf16"
+    wanted = {"two-pass": None, "atomic": f"relaxed.add.noftz.v4.{element}", "atomic-fp32": "relaxed.add.v4.f32"}
+    found = set(re.findall(r"\b(?:atom|red)\.global\.gpu\.([\w.]+)", code.ptx))
+    assert found == {wanted[reduction]} - {None}
+    itemsize = 2 if reduction == "atomic" else 4
+    assert_wide(code.ptx, problem.n, itemsize)
+
+
 def multiplications_by(ptx: str, constants: set[int]) -> set[str]:
     """Widths of the integer multiplications by one of these constants: "wide", "lo.s32", "lo.s64", ..."""
     found = re.findall(r"\b(?:mul|mad)\.(wide|lo\.[su]\d+)\S*\s+[^;]*?,\s*(\d+)\s*[,;]", ptx)
@@ -127,8 +168,7 @@ def test_offsets_are_64_bit(backend: str, variant: str) -> None:
     problem = problem_of(variant)
     assert problem.experts * problem.n * problem.k > 2**31
     assert problem.slots * problem.n > 2**31
-    order = next(p.values[2] for p in in_turn() if p.values[:2] == (backend, variant))  # type: ignore[attr-defined]
-    ptx = compiled(backend, problem, order, config_of(backend, variant)).ptx
+    ptx = compiled(backend, problem, order_of(backend, variant), config_of(backend, variant)).ptx
     assert_wide(ptx, problem.n * problem.k, problem.w_itemsize)
     if variant != "fp8-w8a8-channel":  # there, an expert's channel scales start at expert * N as well, which is small
         assert_wide(ptx, problem.n, 2)
@@ -166,9 +206,11 @@ def test_the_deepest_pipeline_that_is_accepted_fits(backend: str) -> None:
     assert SHARED_MEMORY - 40_000 < code.shared_bytes <= SHARED_MEMORY
 
 
-@pytest.mark.parametrize("kernel_name", ["plan_kernel", "scale_kernel"])
+@pytest.mark.parametrize(
+    "kernel_name", ["plan_kernel", "scale_kernel", "moe_gemm_kernel_zero", "moe_gemm_kernel_reduce"]
+)
 def test_small_kernels_compile(kernel_name: str) -> None:
-    """The Triton kernels that come before the GEMM, for DeepSeek-V3's 256 experts."""
+    """The Triton kernels that come before the GEMM and after it, for DeepSeek-V3's 256 experts."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -179,13 +221,19 @@ def test_small_kernels_compile(kernel_name: str) -> None:
     problem = problem_of("fp8-w8a8-block")
     kernel = getattr(triton_kernel, kernel_name)
     if kernel_name == "plan_kernel":
-        constants = triton_launch.plan_constants(problem, 16)
-        pointers = dict.fromkeys(("topk_ids_ptr", "sorted_slot_ptr", "tile_expert_ptr", "tile_rows_ptr"), "*i32") | {
-            "slots": "i32"
-        }
-    else:
+        constants = triton_launch.plan_constants(problem, 16, "given")
+        names = ("topk_ids", "popularity", "sorted_slot", "tile_expert", "tile_rows", "tile_span")
+        pointers = {f"{name}_ptr": "*i32" for name in names} | {"slots": "i32"}
+    elif kernel_name == "scale_kernel":
         constants = triton_launch.scale_constants(problem, problem.k)
         pointers = {"x_ptr": "*bf16", "scaled_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+    elif kernel_name == "moe_gemm_kernel_zero":
+        constants = triton_launch.zero_constants(problem)
+        pointers = {"sums_ptr": "*bf16", "slots": "i32"}
+    else:
+        constants = triton_launch.reduce_constants(problem, Config(split_k=64))
+        pointers = dict.fromkeys(("sums_ptr", "w_scale_ptr", "x_scale_ptr", "topk_weight_ptr"), "*fp32")
+        pointers |= {"topk_ids_ptr": "*i32", "y_ptr": "*bf16", "slots": "i32"}
     signature = {**pointers, **dict.fromkeys(constants, "constexpr")}
     assert sorted(signature) == sorted(kernel.arg_names)
     source = ASTSource(fn=kernel, signature={name: signature[name] for name in kernel.arg_names}, constexprs=constants)
@@ -193,6 +241,8 @@ def test_small_kernels_compile(kernel_name: str) -> None:
     report = compile_ptx(code.asm["ptx"], code.metadata.shared)
     assert report.spills == 0
     assert report.registers <= 255
+    if "sums_ptr" in pointers:  # PARTS * S * N and S * N pass 2**31
+        assert_wide(report.ptx, problem.n, 2)
 
 
 def test_matrix_instructions_are_told_apart() -> None:
