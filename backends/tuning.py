@@ -37,7 +37,11 @@ def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
         nearest = min(entries, key=lambda entry: _ratio(entry["tokens"], problem.tokens))
         if _ratio(nearest["tokens"], problem.tokens) <= 2:
             what = f"{nearest['dtype']} in {nearest['backend']} at {nearest['tokens']} tokens"
-            return Choice(Config.from_mapping(nearest["config"]), f"measured on {gpu}: {what}")
+            config = Config.from_mapping(nearest["config"])
+            if nearest["tokens"] != problem.tokens:
+                # K is split where tiles are few, and another batch has another number of them.
+                config = config.replace(split_k=1)
+            return Choice(config, f"measured on {gpu}: {what}")
     return Choice(rule_of_thumb(problem, backend), "rule of thumb" + (f", no measured entry for {gpu}" if gpu else ""))
 
 

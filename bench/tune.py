@@ -255,8 +255,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def collect(path: Path) -> Path:
-    """The best config of each finished case, into backends/tuned/<gpu>.json beside what is there already."""
-    entries = read(path)
+    """The best config of each finished case, into backends/tuned/<gpu>.json beside what is there already.
+
+    path: what `tune` wrote, or the cells of `locality`, of which those are taken where splitting K won.
+    """
+    entries = split_entries(path) if path.stem == "locality" else read(path)
+    if not entries:
+        raise ArgumentError(f"{path}: holds nothing to collect")
     gpu = entries[0]["gpu"]
     if others := sorted({entry["gpu"] for entry in entries} - {gpu}):
         raise ArgumentError(f"{path}: has times of several GPUs: {gpu}, {', '.join(others)}; allowed: one")
@@ -270,13 +275,39 @@ def collect(path: Path) -> Path:
             merged[tuple(entry[key] for key in keys)] = {
                 **{key: entry[key] for key in keys},
                 "config": best["config"],
-                "us": best["us"],
+                "us": round(best["us"], 2),
+                **({"us_of": entry["us_of"]} if "us_of" in entry else {}),
                 "date": entry["date"],
                 "versions": {name: entry["versions"][name] for name in ("torch", "triton", "jax")},
             }
     body = ",\n".join(json.dumps(merged[key]) for key in sorted(merged, key=str))
     target.write_text(f'{{"gpu": {json.dumps(gpu)}, "entries": [\n{body}\n]}}\n')
     return target
+
+
+def split_entries(path: Path) -> list[dict[str, Any]]:
+    """Locality's cells where the deterministic reduction of split K is worth more than 2 %, as entries of `tune`.
+
+    Their times are of all kernels of a call. A default must give the same bits in every run, so atomic reductions are
+    not taken, however fast.
+    """
+    from bench import locality, verdict
+
+    found = []
+    for cell in locality.read(path):
+        win = locality.best_split(cell, "two-pass") if cell["question"] == "split-k" else None
+        if win is None or verdict.matters(win) != 1:
+            continue
+        layer = dataclasses.replace(model(cell["model"]), tp=cell["tp"])
+        problem = layer.problem(cell["gemm"], cell["tokens"], cell["dtype"])
+        shape = ("dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")
+        config = dataclasses.asdict(win.config_better)
+        us = next(statistics.median(c["samples_us"]) for c in cell["combos"] if c["config"] == config)
+        facts = {name: cell[name] for name in ("backend", "gpu", "versions", "date")} | {"us_of": "all kernels"}
+        found.append(
+            {name: getattr(problem, name) for name in shape} | facts | {"times": [{"us": us, "config": config}]}
+        )
+    return found
 
 
 def _best_of(path: str, top: int) -> dict[tuple[str, str], list[Config]]:

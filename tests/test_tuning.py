@@ -70,3 +70,23 @@ def test_whose_measurement_serves_whom(measured: Problem) -> None:
     assert source("pallas-mosaic").startswith("rule of thumb"), "another kernel"
     assert source("torch-triton", "fp8-w8a8").startswith("rule of thumb"), "other bytes"
     assert source("torch-triton", gpu="Other GPU").startswith("rule of thumb, no measured entry for Other GPU")
+
+
+def test_split_k_is_taken_only_at_the_tokens_it_was_measured_at(
+    measured: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half as many tokens have half as many tiles, and twice as many may fill the GPU without splitting."""
+    entries = [dict(entry) for entry in tuning._entries("some-gpu")]
+    for entry in entries:
+        entry["config"] = json.loads(Config(group_m=entry["tokens"], split_k=4).to_json())
+    monkeypatch.setattr(tuning, "_entries", lambda slug: entries)
+    problem = model("mixtral-8x7b").problem("gate-up", 8, "fp16")
+    assert backends.choose_config(problem, backend="torch-triton", gpu="Some GPU").config.split_k == 4
+    problem = model("mixtral-8x7b").problem("gate-up", 16, "fp16")
+    assert backends.choose_config(problem, backend="torch-triton", gpu="Some GPU").config == Config(group_m=8)
+
+
+def test_default_configs_give_the_same_bits_in_every_run() -> None:
+    entries = tuning._entries("nvidia-h200")
+    assert entries
+    assert all(Config.from_mapping(entry["config"]).deterministic for entry in entries)
