@@ -65,7 +65,8 @@ def moe_gemm(
     Arguments are all torch tensors, all JAX arrays or all NumPy arrays; y (T, top_k, N) is of the same kind, in the
     dtype of x. A backend of the other framework gets them through DLPack, without a copy; NumPy arrays are copied to
     the GPU and y back. Torch calls run on the current stream and wait for nothing, so a CUDA graph can capture them;
-    the JAX backends can be traced by jax.jit. There is no gradient.
+    torch.compile and torch.export see one operator. The JAX backends can be traced by jax.jit. vmap folds a batch of
+    calls into one. There is no gradient. notes/guarantees.md says what holds of bits, streams and devices.
 
     Raises, before anything is launched: ArgumentError (a ValueError) naming the argument, what was given and what is
     allowed; DtypeError (also a TypeError) for a dtype; BackendUnavailable with the remedy.
@@ -109,7 +110,7 @@ def unrecorded(
         raise ArgumentError(f"backend: got {backend} under jax.jit; allowed there: the JAX backends")
 
     on_cpu = kind == "numpy" or "cpu" in (spec["x"].device or "").lower()  # type: ignore[union-attr]
-    if (validate or on_cpu) and not traced:
+    if (validate or on_cpu) and not traced and spec["x"].device != "meta":  # type: ignore[union-attr]
         check_values(problem, arrays.to_host(topk_ids), None if w_scale is None else arrays.to_host(w_scale))
 
     if config is not None and not isinstance(config, Config):

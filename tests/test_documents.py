@@ -44,6 +44,12 @@ def test_named_files_exist(path: Path) -> None:
 
 
 @every_document
+def test_named_tests_exist(path: Path) -> None:
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", path.read_text()):
+        assert f"def {name}(" in (ROOT / file).read_text(), f"{file}::{name}"
+
+
+@every_document
 def test_named_commands_exist(path: Path) -> None:
     from bench.__main__ import app
 

@@ -26,6 +26,11 @@ from tests.where import HAS_GPU, INTERPRET, NUMERICS
 
 EVERY_BACKEND = pytest.mark.parametrize("backend", backends.BACKENDS)
 EVERY_JAX_BACKEND = pytest.mark.parametrize("backend", JAX_BACKENDS)
+# JAX's rules are the same for its three backends, and Mosaic's interpreter takes many times as long as the others.
+QUICK_JAX_BACKENDS = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(b, marks=pytest.mark.slow if INTERPRET and b == "pallas-mosaic" else ()) for b in JAX_BACKENDS],
+)
 MODES = pytest.mark.parametrize(("dtype", "mode", "layout"), [("fp16", None, "channel"), ("fp8", "w8a8", "block")])
 
 
@@ -60,8 +65,10 @@ def test_compiles_without_a_graph_break(backend: str, dtype: str, mode: str | No
     """fullgraph=True: one graph, with operators before and after ours, equal to the call bit for bit."""
     call = given("torch", dtype, layout)
 
+    call["popularity"] = on_gpu({"": torch.tensor([3, 0, 7, 1], dtype=torch.int32)}, "torch")[""]
+
     def layer(**call: Any) -> Any:
-        return door(mode=mode, backend=backend)(**dict(call, x=call["x"] * 2)) + 1
+        return door(mode=mode, backend=backend, order="popular")(**dict(call, x=call["x"] * 2)) + 1
 
     expected = layer(**call)
     for compiler in COMPILERS if backend == "torch-triton" else COMPILERS[-1:]:
@@ -339,7 +346,7 @@ def test_jax_derivatives_are_refused(backend: str) -> None:
 
 
 @NUMERICS
-@EVERY_JAX_BACKEND
+@QUICK_JAX_BACKENDS
 def test_a_call_without_tangents_may_stand_in_a_differentiated_function(backend: str) -> None:
     import jax
     import jax.numpy as jnp
@@ -365,6 +372,8 @@ BATCH = 3
 def a_batch(kind: str, dtype: str, layout: str, names: tuple[str, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(arguments of which `names` have a batch axis in front, the arguments of each call alone)."""
     call = arguments("numpy", dtype, layout)
+    if "popularity" in names:
+        call["popularity"] = np.array([3, 0, 7, 1], np.int32)
     calls = []
     for b in range(BATCH):
         own = dict(call)
@@ -383,7 +392,13 @@ def a_batch(kind: str, dtype: str, layout: str, names: tuple[str, ...]) -> tuple
     )
 
 
-BATCHED = [("x",), ("topk_ids",), ("x", "topk_ids", "topk_weight"), ("w", "w_scale"), ("x", "w", "w_scale", "topk_ids")]
+BATCHED = [
+    ("topk_ids",),
+    ("x", "topk_ids", "topk_weight"),
+    ("w", "w_scale"),
+    ("x", "w", "w_scale", "topk_ids", "popularity"),
+    ("x", "popularity"),
+]
 
 
 def vmapped(kind: str, f: Callable[..., Any], call: dict[str, Any], names: tuple[str, ...]) -> Any:
@@ -395,14 +410,25 @@ def vmapped(kind: str, f: Callable[..., Any], call: dict[str, Any], names: tuple
     return jax.vmap(lambda *own: f(**dict(call, **dict(zip(names, own, strict=True)))))(*(call[n] for n in names))
 
 
+def vmapped_calls() -> list[Any]:
+    """Every batch in torch and in one backend of JAX; the others, in an interpreter, by default with one."""
+    return [
+        pytest.param(
+            names, backend, id=f"{'-'.join(names)}-{backend}",
+            marks=() if HAS_GPU or backend in ("torch-triton", "pallas-triton") or len(names) > 3 else pytest.mark.slow,
+        )
+        for names in BATCHED
+        for backend in backends.BACKENDS
+    ]  # fmt: skip
+
+
 @NUMERICS
-@EVERY_BACKEND
-@pytest.mark.parametrize("names", BATCHED, ids="-".join)
+@pytest.mark.parametrize(("names", "backend"), vmapped_calls())
 def test_vmap_is_the_calls_one_by_one(names: tuple[str, ...], backend: str) -> None:
     dtype, layout = ("fp8", "block") if "w" in names else ("fp16", "channel")
     kind = backends.load(backend).FRAMEWORK
     batched, calls = a_batch(kind, dtype, layout, names)
-    f = door(backend=backend)
+    f = door(backend=backend, order="popular" if "popularity" in names else "row")
     y = arrays.to_host(vmapped(kind, f, batched, names))
     assert y.shape == (BATCH, T, 2, 64)
     for b, call in enumerate(calls):
@@ -413,7 +439,7 @@ def test_vmap_is_the_calls_one_by_one(names: tuple[str, ...], backend: str) -> N
 
 
 @NUMERICS
-@EVERY_JAX_BACKEND
+@QUICK_JAX_BACKENDS
 def test_vmap_nests_and_meets_jit(backend: str) -> None:
     import jax
     import jax.numpy as jnp
@@ -483,7 +509,7 @@ def test_donated_buffers(backend: str) -> None:
 
 
 @NUMERICS
-@EVERY_JAX_BACKEND
+@QUICK_JAX_BACKENDS
 def test_other_transformations_need_nothing(backend: str) -> None:
     """scan, map, checkpoint without a derivative, shard_map over one device: as the call itself."""
     import jax
