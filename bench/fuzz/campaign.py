@@ -29,6 +29,7 @@ from bench.fuzz.worker import ENVIRONMENT, Serve, Worker, work
 
 ROOT = Path(__file__).parents[2]
 REGRESSIONS = ROOT / "tests" / "regressions"
+PROGRAMS_A_LIST = 20
 MOST_FAILURES = 10
 """Failing examples of one backend after which its run ends: they have one cause, most likely."""
 SHRINK_SECONDS = 90.0
@@ -117,7 +118,9 @@ Task = tuple[Program, list[Draw]]
 def tasks(backend: str, options: Options) -> list[Task]:
     """Different programs, each with its draws of data; the same for the same seed and version of Hypothesis."""
     count = -(-options.examples // options.draws)
-    found = dict.fromkeys(_drawn(programs(backend, options.limits), 2 * count + 10, options.seed))
+    # In lists: Hypothesis draws an example near to those before it, but the items of one list apart from each other.
+    many = st.lists(programs(backend, options.limits), min_size=PROGRAMS_A_LIST, max_size=PROGRAMS_A_LIST)
+    found = dict.fromkeys(itertools.chain(*_drawn(many, 2 + 2 * count // PROGRAMS_A_LIST, options.seed)))
     lists = _drawn(st.lists(draws(), min_size=options.draws, max_size=options.draws), count, options.seed + 1)
     numbers = itertools.count(options.seed * options.examples)
     return [

@@ -18,6 +18,7 @@ class Program:
     """What is compiled.
 
     x_gap, w_gap: elements between the rows of x and of w beyond K, all NaN (torch backends alone have strides)
+    popular:      popularity of the experts is given (order "popular" alone); else it is this routing's slot counts
     door:         called through `backends.moe_gemm` with NumPy arrays, else through the backend's own moe_gemm with an
                   output buffer that holds NaN beforehand
     """
@@ -28,16 +29,18 @@ class Program:
     config: Config
     x_gap: int = 0
     w_gap: int = 0
+    popular: bool = False
     door: bool = False
 
     def __str__(self) -> str:
         p = self.problem
         kind = p.dtype + (f"/{p.scale_layout}/{p.activation}" if p.is_fp8 else "")
         weighted = " weighted" if p.routing_weight else ""
+        order = f"{self.order} given" if self.popular else self.order
         gaps = f" gaps {self.x_gap},{self.w_gap}" if self.x_gap or self.w_gap else ""
         return (
             f"{self.backend} {kind} T={p.tokens} E={p.experts} N={p.n} K={p.k} top_k={p.top_k}"
-            f"{weighted} {self.order} [{self.config}]{gaps}{' door' if self.door else ''}"
+            f"{weighted} {order} [{self.config}]{gaps}{' door' if self.door else ''}"
         )
 
 

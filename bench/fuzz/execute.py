@@ -66,7 +66,8 @@ class Runner:
         if self.module.FRAMEWORK == "torch":
             native[0] = _spaced(native[0], self.program.x_gap)
             native[1] = _spaced(native[1], self.program.w_gap)
-        return carry.to_host(self._call(*native))
+        popularity = None if given.popularity is None else self._native(given.popularity)
+        return carry.to_host(self._call(*native, popularity=popularity))
 
     def _native(self, array: np.ndarray) -> Any:
         return carry.to_framework(array, self.module.FRAMEWORK, on_gpu=not self.interpret)
@@ -76,7 +77,7 @@ class Runner:
         return backends.moe_gemm(
             given.x, given.w, given.topk_ids, w_scale=given.w_scale, topk_weight=given.topk_weight,
             mode=program.problem.dtype, order=program.order, config=program.config, backend=program.backend,
-            interpret=self.interpret,
+            popularity=given.popularity, interpret=self.interpret,
         )  # fmt: skip
 
 

@@ -92,7 +92,8 @@ def _slack(
     scaled = w if w_scale is None else dequantise(w, w_scale, problem)
     factor = x_scale * weight
     magnitude = np.abs(codes) @ np.abs(scaled).T
-    steps = problem.k + config.split_k + 16
+    parts = config.parts(problem.k)
+    steps = problem.k + parts + 16
     slack = magnitude * (steps * UNIT)
     if problem.scales_x and not problem.quantises_x:
         amax = np.maximum(np.abs(codes).max(axis=1, initial=0.0), 2.0**-86 / x_scale)
@@ -113,15 +114,15 @@ def _slack(
     slack += LEAST_NORMAL * inputs * factor[:, None]
     wild = largest >= 127
 
-    if config.split_k > 1 and config.reduction == "atomic":
+    if config.rounded_parts(problem.k) > 1:
         dtype = ml_dtypes.finfo(problem.activation)
-        parts = _parts(codes, scaled, config) * factor[:, None]
-        slack += (config.split_k + 1) * (parts * float(dtype.eps) / 2 + float(dtype.smallest_subnormal))
-        wild |= parts > float(dtype.max) / 2
+        sizes = _sizes_of_parts(codes, scaled, config) * factor[:, None]
+        slack += (parts + 1) * (sizes * float(dtype.eps) / 2 + float(dtype.smallest_subnormal))
+        wild |= sizes > float(dtype.max) / 2
     return slack, wild
 
 
-def _parts(codes: np.ndarray, w: np.ndarray, config: Config) -> np.ndarray:
+def _sizes_of_parts(codes: np.ndarray, w: np.ndarray, config: Config) -> np.ndarray:
     """Magnitudes of the sums over each part of K, added: (rows, N). No sum of some parts is larger."""
     depth = config.k_steps_per_split(w.shape[1]) * config.block_k
     parts = [np.abs(codes[:, k : k + depth] @ w[:, k : k + depth].T) for k in range(0, w.shape[1], depth)]
@@ -177,27 +178,26 @@ def check(y: np.ndarray, example: Example, given: Arrays, *, interpret: bool) ->
         what = "unwritten, or NaN out of nothing" if np.isnan(got[wrong & finite]).any() else "wrong"
         raise Wrong(_say(what, wrong, got, hoped))
     if _ordinary(example) and y.size >= STATISTICAL and (given.topk_ids >= 0).any():
-        _check_statistics(got, hoped, problem, interpret=interpret)
+        _check_statistics(got, hoped, problem, example.program.config, interpret=interpret)
 
 
 def _ordinary(example: Example) -> bool:
-    """Normal values of one size, all finite, y rounded once: what the bounds of shared.reference are made for."""
-    d, config = example.draw, example.program.config
-    if config.split_k > 1 and config.reduction == "atomic":
-        return False
+    """Normal values of one size, all finite: what the bounds of shared.reference are made for."""
+    d = example.draw
     told = (d.x, d.w, d.x_spread, d.w_spread, d.x_special, d.w_special, d.zeros)
     return told == ("normal", "normal", 0, 0, "none", "none", "none") and d.weight != "spread"
 
 
-def _check_statistics(got: np.ndarray, hoped: Expected, problem: Problem, *, interpret: bool) -> None:
+def _check_statistics(got: np.ndarray, hoped: Expected, problem: Problem, config: Config, *, interpret: bool) -> None:
+    parts = config.rounded_parts(problem.k)
     if interpret and problem.quantises_x:  # interpreters sum in float32 and may not lose what the FP8 unit does
         problem = dataclasses.replace(problem, dtype="fp8-w8a16")
-    error, limit = relative_error(got, hoped.reference), error_bound(problem)
+    error, limit = relative_error(got, hoped.reference), error_bound(problem, parts)
     if not error <= limit:
         raise Wrong(f"relative error {error:.2e} above {limit:.1e}")
     if problem.n >= 64:
         rows = np.abs(hoped.reference).max(axis=2, keepdims=True)
-        wrong = np.abs(got - hoped.reference) > element_bound(problem) * rows
+        wrong = np.abs(got - hoped.reference) > element_bound(problem, parts) * rows
         if wrong.any():
             raise Wrong(_say("beyond the element bound", wrong, got, hoped))
 

@@ -13,7 +13,19 @@ from bench.fuzz.example import Draw, Program
 from shared.checks import ArgumentError
 from shared.config import Config
 from shared.orders import ORDERS
-from shared.problem import DTYPES, Problem
+from shared.problem import Problem, ScaleLayout
+
+KINDS: tuple[tuple[str, str, ScaleLayout | None], ...] = (
+    ("fp16", "float16", None),
+    ("bf16", "bfloat16", None),
+    *(
+        (dtype, activation, layout)
+        for dtype in ("fp8-w8a16", "fp8-w8a8")
+        for activation in ("float16", "bfloat16")
+        for layout in ("channel", "block")
+    ),  # type: ignore[misc]
+)
+"""(dtype, activation, scale layout)"""
 
 CONFIG_FIELDS: dict[str, tuple[Any, ...]] = {
     "block_m": (16, 32, 64, 128),
@@ -64,9 +76,7 @@ def config_fields() -> list[str]:
 
 @st.composite
 def problems(draw: st.DrawFn, limits: Limits) -> Problem:
-    dtype = draw(st.sampled_from(DTYPES))
-    fp8 = dtype.startswith("fp8")
-    activation = {"fp16": "float16", "bf16": "bfloat16"}.get(dtype) or draw(st.sampled_from(("float16", "bfloat16")))
+    dtype, activation, scale_layout = draw(st.sampled_from(KINDS[:2]) | st.sampled_from(KINDS))
     k = draw(st.sampled_from(limits.k) | st.integers(1, limits.k[-1]))
     n = draw(st.sampled_from([n for n in limits.n if n * k <= limits.weights]) | st.integers(1, 200))
     n = min(n, max(1, limits.weights // k))
@@ -74,7 +84,7 @@ def problems(draw: st.DrawFn, limits: Limits) -> Problem:
     experts = min(experts, max(1, limits.weights // (n * k)))
     top_k = draw(st.integers(1, limits.top_k))
     most = max(1, min(limits.tokens, limits.products // (n * k * top_k)))
-    tokens = draw(st.integers(1, min(9, most)) | st.integers(0, most))
+    tokens = draw(st.integers(1, min(9, most)) | st.integers(0, min(12, most)) | st.integers(0, most))
     return Problem(
         tokens=tokens,
         experts=experts,
@@ -83,7 +93,7 @@ def problems(draw: st.DrawFn, limits: Limits) -> Problem:
         top_k=top_k,
         dtype=dtype,
         activation=activation,
-        scale_layout=draw(st.sampled_from(("channel", "block"))) if fp8 else None,
+        scale_layout=scale_layout,
         routing_weight=draw(st.booleans()),
     )
 
@@ -112,9 +122,10 @@ def programs(draw: st.DrawFn, backend: str, limits: Limits) -> Program:
     door = problem.tokens == 0 or draw(st.integers(0, 4)) == 4
     strided = backends.load(backend).FRAMEWORK == "torch"
     gaps = st.sampled_from((0, 0, 0, 1, 8)) if strided else st.just(0)
+    order = draw(st.sampled_from(ORDERS))
     return Program(
-        backend=backend, problem=problem, order=draw(st.sampled_from(ORDERS)), config=config,
-        x_gap=draw(gaps), w_gap=draw(gaps), door=door,
+        backend=backend, problem=problem, order=order, config=config, x_gap=draw(gaps), w_gap=draw(gaps),
+        popular=order == "popular" and draw(st.booleans()), door=door,
     )  # fmt: skip
 
 

@@ -50,7 +50,8 @@ def simpler(example: Example) -> Iterator[Example]:
                 yield from _problem(example, **{name: smaller})
     if program.door and problem.tokens:
         yield _with(example, door=False)
-    yield _with(example, order=ORDERS[0])
+    yield _with(example, popular=False)
+    yield _with(example, popular=False, order=ORDERS[0])
     yield _with(example, x_gap=0, w_gap=0)
     yield _with(example, x_gap=0)
     yield _with(example, w_gap=0)

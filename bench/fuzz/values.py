@@ -43,6 +43,7 @@ class Arrays:
     topk_ids: np.ndarray
     w_scale: np.ndarray | None
     topk_weight: np.ndarray | None
+    popularity: np.ndarray | None
 
 
 def arrays(example: Example) -> Arrays:
@@ -52,7 +53,12 @@ def arrays(example: Example) -> Arrays:
     with np.errstate(over="ignore", invalid="ignore"):
         x = _x(problem, draw, rng)
         w, w_scale = _w(problem, draw, rng)
-    return Arrays(x, w, ids, w_scale, _weights(problem, draw.weight, rng))
+    weight = _weights(problem, draw.weight, rng)
+    popularity = None
+    if example.program.popular:  # few different numbers, as equal ones are a case of their own, and the extremes
+        choices = np.array([-(2**31), -1, 0, 1, 2, 2**31 - 1], np.int32)
+        popularity = rng.choice(choices, problem.experts)
+    return Arrays(x, w, ids, w_scale, weight, popularity)
 
 
 def _ids(problem: Problem, name: str, rng: np.random.Generator) -> np.ndarray:
