@@ -34,12 +34,12 @@ def recording(given: Sequence[Any]) -> bool:
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_tracing()
         or torch._C._functorch.get_dynamic_layer_stack_depth() > 0
-        or any(type(array) not in _PLAIN for array in given)
+        or any(isinstance(array, torch.Tensor) and type(array) not in _PLAIN for array in given)
     )
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
-"""Anything else is a subclass that may intercept operators, as FakeTensor and DTensor do."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Any other tensor is a subclass that may intercept operators, as FakeTensor and DTensor do."""
 
 
 def call(given: Sequence[Any], config: Config | None, **options: Any) -> torch.Tensor:

@@ -55,6 +55,8 @@ def entry(index: tuple[int, ...], value: float) -> Callable[[np.ndarray], np.nda
 STRIDED = ("torch", "numpy")  # JAX arrays have no strides
 WITH_INT64 = ("torch", "numpy")  # JAX makes int32 of int64
 
+HEAT = np.arange(E, dtype=np.int32)
+
 BAD = [
     Bad("x-rank-1", change(x=lambda x: x[0]), ("x: got rank 1", "allowed: rank 2, (T, K)")),
     Bad("x-rank-3", change(x=lambda x: x[None]), ("x: got rank 3", "rank 2")),
@@ -171,6 +173,28 @@ BAD = [
         ("order: got 'columns'", "row, column, grouped", "did you mean 'column'?"),
     ),
     Bad("order-published", change(order="published-2024"), ("order: got 'published-2024'", "row, column, grouped")),
+    Bad(
+        "popularity-other-order",
+        change(popularity=HEAT, order="grouped"),
+        ("popularity: got an array with order 'grouped'", 'None, or order "popular"'),
+    ),
+    Bad(
+        "popularity-shape",
+        change(popularity=HEAT[:3], order="popular"),
+        ("popularity: got shape (3,)", "(E,) = (4,)"),
+    ),
+    Bad(
+        "popularity-float",
+        change(popularity=HEAT.astype(np.float32), order="popular"),
+        ("popularity: got dtype float32", "int32"),
+        DtypeError,
+    ),
+    Bad(
+        "popularity-list",
+        change(popularity=[1, 2, 3, 4], order="popular"),
+        ("popularity: got list", "torch.Tensor, a jax.Array"),
+        DtypeError,
+    ),
     Bad("config-dict", change(config={"block_m": 16}), ("config: got dict", "backends.Config")),
     Bad(
         "config-shared-memory",

@@ -14,10 +14,11 @@ import pytest
 import backends
 from backends import arrays
 from shared import models
+from shared.orders import ORDERS
 from shared.problem import Problem
 from shared.reference import error_bound, moe_gemm_reference, relative_error
 from tests.cases import SMALL
-from tests.kinds import KINDS, E, N, T, arguments, numpy_arguments
+from tests.kinds import KINDS, E, N, T, arguments, convert, numpy_arguments
 from tests.where import HAS_GPU, NUMERICS
 
 ROOT = Path(__file__).parents[1]
@@ -71,9 +72,9 @@ def test_kind_out_is_kind_in(kind: str, dtype: str, mode: str | None, layout: st
 
 
 @NUMERICS
-@pytest.mark.parametrize("order", ["row", "column", "grouped"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_door_hands_everything_on(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """order, config, mode, scales and routing weight reach the backend as given."""
+    """order, config, mode, scales, routing weight and popularity reach the backend as given."""
     module = backends.load("torch-triton")
     seen: dict[str, Any] = {}
     original = module.moe_gemm
@@ -84,7 +85,9 @@ def test_door_hands_everything_on(order: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(module, "moe_gemm", spy)
     call = on_gpu(arguments("torch", "fp8", "block"), "torch")
-    config = SMALL.replace(group_m=3)
+    if order == "popular":
+        call["popularity"] = on_gpu({"": convert(np.array([3, 0, 7, 1], np.int32), "torch")}, "torch")[""]
+    config = SMALL.replace(group_m=3, split_k=2)
     backends.moe_gemm(**call, mode="w8a16", order=order, config=config, interpret=not HAS_GPU)
     assert seen["order"] == order
     assert seen["config"] is config
@@ -93,6 +96,7 @@ def test_door_hands_everything_on(order: str, monkeypatch: pytest.MonkeyPatch) -
         "block",
         True,
     )
+    assert seen["popularity"] is call.get("popularity")
     for passed, name in zip(seen["native"], ("x", "w", "topk_ids", "w_scale", "topk_weight"), strict=True):
         assert passed is call[name]
 

@@ -139,11 +139,11 @@ LAYERS = [
 def layers() -> list[Any]:
     narrow = list(VARIANTS)[2:]
     chosen = [
-        (*layer, variant, ORDERS[(i + j) % 3])
+        (*layer, variant, ORDERS[(i + j) % len(ORDERS)])
         for i, layer in enumerate(LAYERS)
         for j, variant in enumerate((("fp16", "bf16")[i % 2], narrow[i % 4]))
     ]
-    chosen += [("mixtral-8x7b", "gate-up", 512, variant, ORDERS[j % 3]) for j, variant in enumerate(VARIANTS)]
+    chosen += [("mixtral-8x7b", "gate-up", 512, variant, ORDERS[j % len(ORDERS)]) for j, variant in enumerate(VARIANTS)]
     return [
         pytest.param(*layer, backend, id="-".join(map(str, (*layer, backend))))
         for layer in chosen
