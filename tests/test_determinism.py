@@ -61,8 +61,11 @@ def drawn(variant: str) -> Given:
         dtype, scale_layout=layout or "channel", tokens=TOKENS, experts=EXPERTS, n=N, k=K, top_k=TOP_K,
         routing_weight=True,
     )  # fmt: skip
-    ids = np.random.default_rng(0).integers(-1, EXPERTS, (TOKENS, TOP_K)).astype(np.int32)
-    return draw(problem, ids, device=DEVICE)
+    rng = np.random.default_rng(0)
+    given = draw(problem, rng.integers(-1, EXPERTS, (TOKENS, TOP_K)).astype(np.int32), device=DEVICE)
+    # Tokens of very different size: a scale that is taken of the batch and not of the token would show.
+    size = given.x.new_tensor(2.0 ** rng.integers(-6, 5, (TOKENS, 1)))
+    return dataclasses.replace(given, x=given.x * size)
 
 
 def of_tokens(given: Given, tokens: list[int]) -> Given:
