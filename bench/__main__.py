@@ -44,15 +44,19 @@ def doctor(as_json: Json = False) -> None:
 def order(
     tile_rows: Annotated[int, typer.Option("--tile-rows", help="tile rows of the grid")],
     tile_cols: Annotated[int, typer.Option("--tile-cols", help="tile columns of the grid")],
-    name: Annotated[str, typer.Option("--order", help="row, column, grouped, or published-2024")],
+    name: Annotated[str, typer.Option("--order", help="row, column, grouped, popular, or published-2024")],
     group_m: Annotated[int, typer.Option("--group-m", help="tile rows per band of grouped")] = 8,
+    expert_rows: Annotated[
+        str | None, typer.Option("--expert-rows", help="for popular: tile rows of each expert, hottest first, as 3,1,1")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """In which order thread blocks walk the tiles of a grid: a picture, or [[row, col], ...]."""
     from bench import walk
 
     try:
-        tiles = walk.walk(name, tile_rows, tile_cols, group_m)
+        rows = None if expert_rows is None else walk.numbers("expert-rows", expert_rows)
+        tiles = walk.walk(name, tile_rows, tile_cols, group_m, rows)
     except ArgumentError as error:
         _fail(str(error))
     typer.echo(json.dumps(tiles) if as_json else walk.picture(tiles, tile_rows, tile_cols))

@@ -8,15 +8,33 @@ from shared.checks import ArgumentError, check_name
 ORDERS = (*orders.ORDERS, "published-2024")
 
 
-def walk(order: str, tile_rows: int, tile_cols: int, group_m: int) -> list[tuple[int, int]]:
-    """(row, column) of each program in turn. published-2024: also tiles outside of the grid, which it skips."""
+def walk(
+    order: str, tile_rows: int, tile_cols: int, group_m: int, expert_rows: list[int] | None = None
+) -> list[tuple[int, int]]:
+    """(row, column) of each program in turn. published-2024: also tiles outside of the grid, which it skips.
+
+    expert_rows: needed by popular and by no other order: tile rows of each expert, hottest first.
+    """
     check_name("order", order, ORDERS)
+    if (expert_rows is None) == (order == "popular"):
+        raise ArgumentError(
+            f"expert-rows: got {expert_rows} with order {order}; "
+            f"allowed: {f'numbers that add up to {tile_rows}, as 3,1,1' if order == 'popular' else 'none'}"
+        )
     for name, value in (("tile-rows", tile_rows), ("tile-cols", tile_cols), ("group-m", group_m)):
         if value < 1:
             raise ArgumentError(f"{name}: got {value}; allowed: 1 or more")
     if order == "published-2024":
         return [orders.published_2024(pid, tile_rows, tile_cols) for pid in range(tile_rows * tile_cols)]
-    return list(orders.walk(order, tile_rows, tile_cols, group_m))
+    return list(orders.walk(order, tile_rows, tile_cols, group_m, expert_rows))
+
+
+def numbers(name: str, text: str) -> list[int]:
+    """Whole numbers separated by commas."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ArgumentError(f"{name}: got {text!r}; allowed: whole numbers separated by commas, as 3,1,1") from None
 
 
 def picture(tiles: list[tuple[int, int]], tile_rows: int, tile_cols: int) -> str:

@@ -26,9 +26,11 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("order", orders.ORDERS)
 def test_order_prints_the_specification_as_json(order: str) -> None:
-    size = ("--tile-rows", "5", "--tile-cols", "7", "--group-m", "2")
+    size = ["--tile-rows", "5", "--tile-cols", "7", "--group-m", "2"]
+    if order == "popular":
+        size += ["--expert-rows", "3,2"]
     found = json.loads(bench("order", *size, "--order", order, "--json").stdout)
-    assert found == [list(tile) for tile in orders.walk(order, 5, 7, 2)]
+    assert found == [list(tile) for tile in orders.walk(order, 5, 7, 2, [3, 2] if order == "popular" else None)]
 
 
 def test_order_pictures() -> None:
@@ -48,6 +50,12 @@ def test_order_refuses_what_it_does_not_know() -> None:
     assert "Traceback" not in found.stderr
     with pytest.raises(ArgumentError, match="tile-rows: got 0"):
         walk.walk("row", 0, 2, 1)
+    with pytest.raises(ArgumentError, match="expert-rows: got None with order popular; allowed: numbers that add up"):
+        walk.walk("popular", 2, 2, 1)
+    with pytest.raises(ArgumentError, match=r"expert-rows: got \[2\] with order row; allowed: none"):
+        walk.walk("row", 2, 2, 1, [2])
+    with pytest.raises(ArgumentError, match="expert-rows: got 'a'"):
+        walk.numbers("expert-rows", "a")
 
 
 def test_order_is_instant() -> None:
