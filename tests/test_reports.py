@@ -774,6 +774,18 @@ def test_the_floor_doubles_with_n() -> None:
     assert floors[1] / floors[0] == pytest.approx(2, rel=0.01)
 
 
+@functools.cache
+def the_gpu() -> Any:
+    """One for all tests, as CUPTI takes one user; a skip where the clock cannot be had."""
+    from bench.clock import ClockError
+    from bench.machine import Machine
+
+    try:
+        return Machine("cupti")
+    except ClockError as error:
+        pytest.skip(str(error))
+
+
 @report("asynchronous timing")
 @pytest.mark.gpu
 @EVERY_BACKEND
@@ -781,19 +793,16 @@ def test_time_doubles_with_n(backend: str) -> None:
     """Weights of 1 and 2 GB. Right: about twice the time."""
     from bench import contenders, data, measure
     from bench.cases import Case, Row
-    from bench.clock import ClockError
-    from bench.machine import Machine
 
-    try:
-        device = Machine("cupti")
-    except ClockError as error:
-        pytest.skip(str(error))
+    device = the_gpu()
+    device.clock.reset()
     times = []
     for intermediate in (8192, 16384):
         case = Case(dataclasses.replace(TINY, hidden=4096, intermediate=intermediate, experts=8), "gate-up", 8)
         row = Row(case, "fp16", "column", backend)
         contender = contenders.prepare(row, data.build(case, "fp16", "channel", device="cuda"), device)
         times.append(min(measure.gpu_sample(contender, device) for _ in range(5)))
+    device.clock.pause()
     assert 1.6 < times[1] / times[0] < 2.4
 
 
