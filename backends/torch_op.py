@@ -20,7 +20,9 @@ from shared.checks import ArgumentError, check_one_device, no_gradient
 from shared.config import Config
 
 _NAMES = ("x", "w", "topk_ids", "w_scale", "topk_weight", "popularity")
-_CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(Config))
+_CONFIG_NUMBERS = tuple(f.name for f in dataclasses.fields(Config) if f.type in ("int", "bool"))
+_CONFIG_FLAGS = tuple(f.name for f in dataclasses.fields(Config) if f.type == "bool")
+_CONFIG_NAMES = tuple(f.name for f in dataclasses.fields(Config) if f.type == "str")
 
 
 def recording(given: Sequence[Any]) -> bool:
@@ -33,9 +35,14 @@ def recording(given: Sequence[Any]) -> bool:
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_tracing()
-        or torch._C._functorch.get_dynamic_layer_stack_depth() > 0
+        or _inside_torch_func()
         or any(isinstance(array, torch.Tensor) and type(array) not in _PLAIN for array in given)
     )
+
+
+def _inside_torch_func() -> bool:
+    # By its type: compared with None, Dynamo would find an object even where there is none.
+    return isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -55,10 +62,11 @@ def call(given: Sequence[Any], config: Config | None, **options: Any) -> torch.T
     check_no_gradient(by_name)
     if config is not None and not isinstance(config, Config):
         raise ArgumentError(f"config: got {type(config).__name__}; allowed: backends.Config or None")
-    fields = [f"{name!r}: {getattr(config, name)!r}" for name in _CONFIG_FIELDS] if config is not None else []
-    values = [f"{name!r}: {value!r}" for name, value in options.items()]
-    text = "{" + ", ".join([*values, "'config': {" + ", ".join(fields) + "}"]) + "}"
-    return operator(*given, text)
+    # Numbers stay numbers: Dynamo may have symbols for them, which the operator's schema makes it resolve.
+    numbers = [int(getattr(config, name)) for name in _CONFIG_NUMBERS] if config is not None else []
+    names = {name: getattr(config, name) for name in _CONFIG_NAMES} if config is not None else {}
+    text = "{" + ", ".join([f"{name!r}: {value!r}" for name, value in {**options, **names}.items()]) + "}"
+    return operator(*given, numbers, text)
 
 
 def check_no_gradient(given: dict[str, Any]) -> None:
@@ -67,8 +75,7 @@ def check_no_gradient(given: dict[str, Any]) -> None:
         if tensor is None:
             continue
         # Dynamo knows of torch.func's gradients from results of operators alone: a view is one, and costs nothing.
-        inside_func = torch.compiler.is_compiling() and torch._C._functorch.get_dynamic_layer_stack_depth() > 0
-        seen = tensor.view_as(tensor) if inside_func else tensor
+        seen = tensor.view_as(tensor) if torch.compiler.is_compiling() and _inside_torch_func() else tensor
         if seen.requires_grad and torch.is_grad_enabled():
             raise ArgumentError(no_gradient(name, "a tensor that requires a gradient"))
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
@@ -79,7 +86,7 @@ def check_no_gradient(given: dict[str, Any]) -> None:
     "moe_tile_order::moe_gemm",
     mutates_args=(),
     schema="(Tensor x, Tensor w, Tensor topk_ids, Tensor? w_scale, Tensor? topk_weight, Tensor? popularity, "
-    "str options) -> Tensor",
+    "int[] config, str options) -> Tensor",
     # x keeps the strides that the caller gave it: backends of JAX refuse rows with gaps, which Inductor likes to make.
     tags=(torch.Tag.needs_exact_strides,),
 )
@@ -90,24 +97,28 @@ def operator(
     w_scale: torch.Tensor | None,
     topk_weight: torch.Tensor | None,
     popularity: torch.Tensor | None,
+    config: Sequence[int],
     options: str,
 ) -> torch.Tensor:
-    """options: the door's other arguments as a Python literal, {"mode": None, "order": "row", ..., "config": {...}}.
-    config {} means None."""
+    """config: the numbers of a Config in the order of its fields, or none for None. options: the door's other arguments
+    and the names in the Config, as a Python literal: {"mode": None, "order": "row", ..., "reduction": "two-pass"}."""
     from backends import unrecorded
 
-    return unrecorded(x, w, topk_ids, w_scale, topk_weight, popularity, **_keywords(options))
-
-
-def _keywords(options: str) -> dict[str, Any]:
     keywords = ast.literal_eval(options)
-    fields = keywords.pop("config")
-    return {**keywords, "config": Config.from_mapping(fields) if fields else None}
+    names = {name: keywords.pop(name) for name in _CONFIG_NAMES if name in keywords}
+    chosen = _config(config, names) if config else None
+    return unrecorded(x, w, topk_ids, w_scale, topk_weight, popularity, config=chosen, **keywords)
+
+
+def _config(numbers: Sequence[int], names: dict[str, str]) -> Config:
+    values: dict[str, Any] = dict(zip(_CONFIG_NUMBERS, numbers, strict=True))
+    flags = {name: bool(values[name]) for name in _CONFIG_FLAGS}
+    return Config(**{**values, **flags, **names})
 
 
 @operator.register_fake
 def _shape(
-    x: Any, w: Any, topk_ids: Any, w_scale: Any, topk_weight: Any, popularity: Any, options: str
+    x: Any, w: Any, topk_ids: Any, w_scale: Any, topk_weight: Any, popularity: Any, config: Any, options: str
 ) -> torch.Tensor:
     """y (T, top_k, N). Sizes may be symbolic, so ranks and devices are all that is checked before the call runs."""
     for name, array, rank in (("x", x, 2), ("w", w, 3), ("topk_ids", topk_ids, 2)):
@@ -120,13 +131,13 @@ def _shape(
 
 @operator.register_vmap
 def _batched(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> tuple[torch.Tensor, int]:
-    *arrays, options = given
+    *arrays, config, options = given
     # The batch axis first; strides as they come, since the operator's rules on them are about x and w as given.
     moved = [a if d is None or a is None else a.movedim(d, 0) for a, d in zip(arrays, in_dims, strict=False)]
     batched = {name: dim is not None for name, dim in zip(_NAMES, in_dims, strict=False)}
     calls = torch.arange(info.batch_size, dtype=torch.int32, device=arrays[2].device)
     one = batching.fold(dict(zip(_NAMES, moved, strict=True)), batched, calls, torch)
-    y = operator(*(one[name] for name in _NAMES), options)
+    y = operator(*(one[name] for name in _NAMES), config, options)
     return y.reshape(info.batch_size, moved[2].shape[-2], *y.shape[1:]), 0
 
 

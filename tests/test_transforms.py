@@ -6,6 +6,7 @@ compiled JAX programs need a GPU. `notes/guarantees.md` states what is held here
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import warnings
@@ -73,6 +74,41 @@ def test_compiles_without_a_graph_break(backend: str, dtype: str, mode: str | No
     expected = layer(**call)
     for compiler in COMPILERS if backend == "torch-triton" else COMPILERS[-1:]:
         assert same(torch.compile(layer, fullgraph=True, backend=compiler)(**call), expected), compiler
+
+
+def test_the_operator_has_the_whole_config() -> None:
+    """Numbers, flags and names of a Config go through the operator's schema and come out the same."""
+    from backends import torch_op
+
+    config = backends.Config(
+        block_m=32, block_n=64, block_k=256, num_warps=8, num_stages=5, group_m=3, swap_ab=False, split_k=4,
+        reduction="atomic",
+    )  # fmt: skip
+    assert all(
+        getattr(config, field.name) != getattr(backends.Config(), field.name) for field in dataclasses.fields(config)
+    )
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "unrecorded", lambda *given, **keywords: seen.append(keywords) or given[0].new_empty(0))
+        for asked in (config, None):
+            torch_op.call([*arguments("torch").values(), None], asked, **OPTIONS)
+    assert [keywords.pop("config") for keywords in seen] == [config, None]
+    assert seen == [OPTIONS, OPTIONS]
+
+
+@pytest.mark.gpu
+def test_compiles_into_cuda_graphs() -> None:
+    """mode="reduce-overhead": PyTorch captures our launches itself, and replays them with other routings."""
+    call = given("torch")
+
+    def layer(x: Any, ids: Any) -> Any:
+        return door(config=SMALL)(x * 2, call["w"], ids) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for shift in range(6):  # the first calls warm up and capture
+        x, ids = call["x"] + shift, call["topk_ids"].roll(shift, 0)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert same(compiled(x, ids), layer(x, ids))
 
 
 @NUMERICS
