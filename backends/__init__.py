@@ -138,11 +138,6 @@ def unrecorded(
     if problem.slots == 0:
         return arrays.empty((problem.tokens, problem.top_k, problem.n), x)
 
-    native = [
-        None if array is None else arrays.to_framework(array, module.FRAMEWORK, on_gpu=not interpret)
-        for array in given.values()
-    ]
-
     def run(*arguments: Any) -> Any:
         *others, heat = arguments
         return module.moe_gemm(
@@ -157,7 +152,12 @@ def unrecorded(
             validate=validate,
         )  # fmt: skip
         return jax_rules.call(run, again, given)
-    return arrays.from_framework(run(*native), kind)
+    with arrays.same_current_device():
+        native = [
+            None if array is None else arrays.to_framework(array, module.FRAMEWORK, on_gpu=not interpret)
+            for array in given.values()
+        ]
+        return arrays.from_framework(run(*native), kind)
 
 
 def choose_config(problem: Problem, *, backend: str = "torch-triton", gpu: str | None = None) -> Choice:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -149,3 +150,18 @@ def _jax_device(name: str, array: Any) -> str | None:
     if len(devices) > 1:
         raise ArgumentError(f"{name}: got an array sharded over {len(devices)} devices; allowed: one device")
     return str(next(iter(devices)))
+
+
+@contextlib.contextmanager
+def same_current_device() -> Iterator[None]:
+    """Leaves the thread's current CUDA device as it was: JAX makes that of its arrays current, and PyTorch sees it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        yield
+        return
+    before = torch.cuda.current_device()
+    try:
+        yield
+    finally:
+        if torch.cuda.current_device() != before:
+            torch.cuda.set_device(before)

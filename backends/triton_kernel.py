@@ -249,7 +249,7 @@ def moe_gemm_kernel_reduce(
         sums_ptrs = sums_ptr + slot.to(tl.int64) * N + n
         for _ in tl.static_range(PARTS):
             acc += tl.load(sums_ptrs, mask=n_valid, other=0.0)
-            sums_ptrs += slots.to(tl.int64) * N
+            sums_ptrs += tl.cast(slots, tl.int64) * N  # jax-triton makes a constant of 1, which has no method
         if CHANNEL_SCALES:
             acc *= tl.load(w_scale_ptr + expert.to(tl.int64) * N + n, mask=n_valid, other=0.0)
         if SCALED_X:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import pytest
 
@@ -263,3 +264,19 @@ def test_matrix_instructions_are_told_apart() -> None:
     assert multiplications_by(ptx, {59040000}) == multiplications_by(ptx, {8200}) == {"wide"}
     assert multiplications_by(ptx, {4100}) == {"lo.s32"}
     assert multiplications_by(ptx, {7}) == {"lo.s64"}
+
+
+@pytest.mark.parametrize("reduction", ["two-pass", "atomic-fp32"])
+def test_split_k_of_one_slot_lowers(reduction: str) -> None:
+    """jax-triton makes a constant of an argument that is 1, as the number of slots is here."""
+    from backends import jax_triton, xla_compile
+
+    problem = Problem.of("fp16", tokens=1, experts=1, n=1, k=33, top_k=1)
+    config = Config(block_m=16, block_n=64, block_k=32, num_stages=2, split_k=4, reduction=reduction)
+
+    def call(*arrays: Any) -> Any:
+        return jax_triton.moe_gemm(*arrays, problem=problem, order="row", config=config)
+
+    module = xla_compile.lower(call, xla_compile.argument_types(problem)).compiler_ir()
+    kernels = [str(op.attributes["call_target_name"]) for op in xla_compile.custom_calls(module)]
+    assert len(kernels) >= 3  # plan, GEMM, reduction

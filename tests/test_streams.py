@@ -341,3 +341,22 @@ def test_threads_on_two_gpus_at_once(backend: str) -> None:
         for y in results:
             assert y.device == call["x"].device
             assert_right(y, reference(**call))
+
+
+def test_the_current_device_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX makes the device of its arrays current for the thread, and PyTorch would go on there."""
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, device))
+    call = {name: value.numpy() for name, value in drawn("cpu").items()}
+    module = backends.load("pallas-triton")
+    launch = module.moe_gemm
+
+    def as_jax_does(*arguments: Any, **options: Any) -> Any:
+        torch.cuda.set_device(1)
+        return launch(*arguments, **options)
+
+    monkeypatch.setattr(module, "moe_gemm", as_jax_does)
+    backends.moe_gemm(**call, backend="pallas-triton", config=SMALL, interpret=True)
+    assert current == [0]
