@@ -5,6 +5,7 @@ reference. Overflow to infinity and subnormal results need no rules of their own
 
 - float32 accumulation: each of K products and of a few scalings may round once, relative to the sum of magnitudes
 - what Hopper's FP8 unit cuts off (fp8-w8a8, compiled)
+- what its float16 unit loses of subnormal factors, which it aligns as if they were the least normal number (compiled)
 - float32 subnormals, which may be flushed to zero on the way
 - bfloat16 activations in fp8-w8a16, which lose what lies 2**28 below their row's largest (`fp8.scale_token`)
 - reduction "atomic", which rounds each part of K and each addition to y's dtype
@@ -32,6 +33,7 @@ from shared.reference import dequantise, element_bound, error_bound, moe_gemm_re
 UNIT = 2.0**-23
 """Relative error allowed for each step in float32: matrix instructions truncate where others round (2**-24)."""
 LEAST_NORMAL = 2.0**-126
+LEAST_NORMAL_FP16 = 2.0**-14
 FP8_BITS = 13
 """Below the largest of 32 products and the running sum, the FP8 unit keeps so many bits (reference.accumulate_fp8)."""
 FP8_STEP = 32
@@ -92,6 +94,9 @@ def _slack(
     scaled = w if w_scale is None else dequantise(w, w_scale, problem)
     factor = x_scale * weight
     magnitude = np.abs(codes) @ np.abs(scaled).T
+    if problem.kernel_x_dtype == "float16" and not interpret:
+        nominal = _nominal(w) if w_scale is None else dequantise(_nominal(w), w_scale, problem)
+        magnitude = _nominal(codes) @ nominal.T
     parts = config.parts(problem.k)
     steps = problem.k + parts + 16
     slack = magnitude * (steps * UNIT)
@@ -134,6 +139,14 @@ def _infinity_meets_subnormal(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     w = w.astype(np.float64)
     subnormal = (w != 0) & (np.abs(w) < LEAST_NORMAL)
     return np.isinf(x.astype(np.float64)).astype(np.float64) @ subnormal.T > 0
+
+
+def _nominal(values: np.ndarray) -> np.ndarray:
+    """Magnitudes as the float16 unit aligns products by: those below the least normal number count as that number.
+
+    Seen on an H200: sums of subnormal factors are off by up to 2**-16 of their magnitudes; normal ones keep 2**-24.
+    """
+    return np.where(values == 0, 0.0, np.maximum(np.abs(values), LEAST_NORMAL_FP16))
 
 
 def _cut_off(codes: np.ndarray, w: np.ndarray, problem: Problem) -> np.ndarray:

@@ -36,7 +36,7 @@ PLANTS = (
     Plant("memcheck", "planted_triton_overrun", "the same in JAX, by a Triton kernel", r"Invalid __global__ write"),
     Plant("racecheck", "planted_race", "shared memory written and read without a barrier", r"Race reported"),
     Plant("initcheck", "planted_unwritten", "read of memory that no one wrote", r"Uninitialized __global__"),
-    Plant("synccheck", "planted_barrier", "a block's barrier that half of its warps reach", r"Barrier error detected"),
+    Plant("synccheck", "planted_barrier", "a block's barrier that half of a warp passes by", r"Barrier error detected"),
 )
 
 
