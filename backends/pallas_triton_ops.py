@@ -102,9 +102,10 @@ _atomic_add_p.def_effectful_abstract_eval(pallas_primitives._swap_abstract_eval)
 @discharge.register_discharge_rule(_atomic_add_p)
 def _atomic_add_interpreted(context: Any, *flat: Any, args_tree: Any) -> Any:
     ref, (indexer,), value, mask = args_tree.unflatten(flat)
-    before = ref[indexer.indices]
-    after = ref.at[indexer.indices].add(jnp.where(mask, value, 0), mode="drop")
-    return (after,) + (None,) * (len(context.in_avals) - 1), before
+    # Masked elements add 0 to the first. Others that lie outside are not dropped: they add where they show.
+    indices = tuple(jnp.where(mask, index, 0) for index in indexer.indices)
+    after = ref.at[indices].add(jnp.where(mask, value, 0), mode="clip")
+    return (after,) + (None,) * (len(context.in_avals) - 1), ref[indices]
 
 
 @lowering.register_lowering(_atomic_add_p)
