@@ -54,8 +54,40 @@ def answer(cells: Sequence[Cell], counted: Sequence[dict[str, Any]]) -> str:
     even = of(cells)
     if not even:
         return "Not measured yet."
-    lines = [_decode(even), _from_where(even), _best(even), _grouped(even), _fp8(even), _cause(counted), _others(cells)]
+    lines = [
+        _short(even),
+        _decode(even),
+        _from_where(even),
+        _best(even),
+        _grouped(even),
+        _fp8(even),
+        _cause(counted),
+        _others(cells),
+    ]
     return "\n".join(f"- {line}" for line in lines if line)
+
+
+def _short(cells: Sequence[Cell]) -> str:
+    """The whole in one line."""
+    decode = [win.ratio for cell in cells if cell["largest_expert"] <= 16 and (win := _best_win(cell))]
+    same = [
+        (cell["slots_per_active_expert"], win)
+        for cell in cells
+        if cell["dtype"] == "fp16"
+        for win in locality.same_tile(cell, "column", "row")
+        if win.config_better.block_m == 16 and win.ratio > 1.05 and matters(win) == 1
+    ]
+    best = [win for cell in cells if (win := _best_win(cell))]
+    if not (decode and same and best):
+        return ""
+    slots, _ = min(same, key=lambda pair: pair[0])
+    most = max(win.ratio for _, win in same)
+    least, largest = min(win.ratio for win in best), max(win.ratio for win in best)
+    return (
+        f"**In short**: at decode, no (median {np.median(decode):.2f}). Held to 16-row tiles, yes, from {slots:.0f} slots an "
+        f"expert, and up to {most:.2f}x in fp16. With a tile that suits the batch, between {1 / least:.2f}x for row order "
+        f"and {largest:.2f}x for column order: larger tiles read each weight once in any order."
+    )
 
 
 def _decode(cells: Sequence[Cell]) -> str:
