@@ -33,10 +33,11 @@ EVERY_BACKEND = pytest.mark.parametrize("backend", backends.BACKENDS)
 
 
 def every_variant(*names: str) -> Any:
-    """backend x variant x order. By default a backend and variant in one order, and in an interpreter two variants."""
+    """backend x variant x order. By default each backend and variant in one order; interpreters: one or two variants."""
 
     def by_default(i: int, j: int, variant: str, order: str) -> bool:
-        return order == ORDERS[(i + j) % len(ORDERS)] and (HAS_GPU or variant in ("fp16", "fp8-w8a8-block"))
+        interpreted = ("fp8-w8a8-block",) if names[i] == "pallas-mosaic" else ("fp16", "fp8-w8a8-block")
+        return order == ORDERS[(i + j) % len(ORDERS)] and (HAS_GPU or variant in interpreted)
 
     return pytest.mark.parametrize(
         ("backend", "variant", "order"),
@@ -204,7 +205,13 @@ def test_a_row_does_not_depend_on_the_batch(backend: str, variant: str, order: s
 
 
 @NUMERICS
-@EVERY_BACKEND
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(b, marks=pytest.mark.slow if INTERPRET and b.startswith("pallas") else ())
+        for b in backends.BACKENDS
+    ],
+)
 def test_split_k_in_two_passes_keeps_the_bits(backend: str) -> None:
     """Where K is cut depends on K and the config alone, and partial sums are added in a fixed order."""
     assert_same_runs(backend, "bf16", "row", TWO_PASS)

@@ -251,7 +251,7 @@ try:
     backends.moe_gemm(**dict(there, w=here["w"]), backend="pallas-triton", interpret=True)
 except backends.ArgumentError as error:
     print(error)
-for backend in ("jax-triton", "pallas-triton", "pallas-mosaic"):
+for backend in ("jax-triton", "pallas-triton"):
     def f(x, w, topk_ids):
         return backends.moe_gemm(x, w, topk_ids, backend=backend, interpret=True, config=SMALL)
     y = f(**there) if backend == "jax-triton" else jax.jit(f)(**there)
@@ -272,7 +272,7 @@ def test_jax_arrays_stay_on_their_device() -> None:
     assert result.returncode == 0, result.stderr[-2000:]
     error, *lines = result.stdout.splitlines()
     assert error.startswith("arguments on different devices: got x on cpu:1, w on cpu:0, topk_ids on cpu:1")
-    assert [line.split()[1] for line in lines] == ["cpu:1"] * 3
+    assert [line.split()[1] for line in lines] == ["cpu:1"] * 2
 
 
 # Threads
