@@ -33,7 +33,7 @@ EVERY_BACKEND = pytest.mark.parametrize("backend", backends.BACKENDS)
 
 
 def every_variant(*names: str) -> Any:
-    """backend x variant x order. By default each backend and variant in one order; interpreters: one or two variants."""
+    """backend x variant x order. By default each backend and variant in one order, interpreters with one or two."""
 
     def by_default(i: int, j: int, variant: str, order: str) -> bool:
         interpreted = ("fp8-w8a8-block",) if names[i] == "pallas-mosaic" else ("fp16", "fp8-w8a8-block")
