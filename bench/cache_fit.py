@@ -18,7 +18,8 @@ from typing import Any
 from bench import cache_points, counters, results
 from bench.points import Point
 from shared import cache_model
-from shared.cache_model import Chip, Launch, Parameters, Prediction
+from shared.cache_launch import Chip, Launch
+from shared.cache_model import Parameters, Prediction
 from shared.checks import ArgumentError
 from shared.gpus import gpu
 
@@ -29,25 +30,25 @@ PARAMETERS = Path(cache_model.__file__).parent / "data" / "cache_model.json"
 START = Parameters(
     l2_share=0.55,
     l2_sharpness=8.0,
-    spread=0.045,
+    spread=0.015,
     l2_bytes_per_sm_per_s=70e9,
-    dram_share=0.93,
-    sm_bytes_per_s=115e9,
+    dram_share=0.89,
+    sm_bytes_per_s=130e9,
     flops_share=1.0,
     tile_start_s=2e-6,
 )
+"""Where an earlier fit ended, so that one round often is enough."""
 GRID: dict[str, tuple[float, ...]] = {
     "l2_share": (0.475, 0.5, 0.525, 0.55, 0.575),
     "l2_sharpness": (4.0, 6.0, 8.0, 12.0, 16.0),
     "spread": (0.0, 0.015, 0.03, 0.045, 0.06, 0.09),
     "l2_bytes_per_sm_per_s": (60e9, 65e9, 70e9, 75e9, 80e9),
-    "dram_share": (0.89, 0.91, 0.93, 0.95, 0.97),
+    "dram_share": (0.85, 0.87, 0.89, 0.91, 0.93),
     "sm_bytes_per_s": (95e9, 105e9, 115e9, 130e9, 150e9),
     "flops_share": (0.5, 0.7, 0.85, 1.0),
     "tile_start_s": (0.5e-6, 1e-6, 1.5e-6, 2e-6, 2.5e-6, 3e-6),
 }
-"""Values that are tried. The first three are judged by bytes, the others by time."""
-BY_BYTES = ("l2_share", "l2_sharpness", "spread")
+"""Values that are tried."""
 ABOUT_AS_GOOD = 1.1
 """A value whose error is at most so many times the best value's fits about as well."""
 
@@ -118,10 +119,10 @@ def digest(points: Iterable[Measured]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def fit(path: Path = COUNTERS, *, say: Callable[[str], None] = lambda line: None, rounds: int = 2) -> dict[str, Any]:
-    """{"values", "fits_about_as_well", "errors", ...}: parameter by parameter over GRID, `rounds` times over.
+def fit(path: Path = COUNTERS, *, say: Callable[[str], None] = lambda line: None, rounds: int = 3) -> dict[str, Any]:
+    """{"values", "fits_about_as_well", "errors", ...}: parameter by parameter over GRID, until a round changes nothing.
 
-    Error: root mean square of log(predicted / measured), of DRAM bytes or of time.
+    Error: root mean square of log(predicted / measured) of DRAM bytes, plus the same of time.
     """
     points = [one for one in measured(path) if one.fits]
     known: dict[Parameters, tuple[float, float]] = {}
@@ -139,14 +140,16 @@ def fit(path: Path = COUNTERS, *, say: Callable[[str], None] = lambda line: None
         best = START
         intervals: dict[str, list[float]] = {}
         for _ in range(rounds):
+            before = best
             for name, values in GRID.items():
-                which = 0 if name in BY_BYTES else 1
-                tried = {value: errors(best.replace(**{name: value}))[which] for value in values}
+                tried = {value: sum(errors(best.replace(**{name: value}))) for value in values}
                 value = min(tried, key=tried.__getitem__)
                 best = best.replace(**{name: value})
                 good = [other for other in values if tried[other] <= ABOUT_AS_GOOD * tried[value]]
                 intervals[name] = [min(good), max(good)]
                 say(f"{name}: {value:g}, error {tried[value]:.4f}; about as good: {min(good):g} to {max(good):g}")
+            if best == before:
+                break
         in_bytes, in_time = errors(best)
     return {
         "values": dataclasses.asdict(best),
@@ -164,6 +167,6 @@ def _root_mean_square(ratios: Iterable[float]) -> float:
     return math.sqrt(sum(squares) / len(squares))
 
 
-def write(found: dict[str, Any], path: Path = PARAMETERS) -> None:
+def write(found: dict[str, Any], path: Path) -> None:
     body = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
     path.write_text("{\n" + body + "\n}\n", encoding="utf-8")

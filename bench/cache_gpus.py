@@ -13,8 +13,9 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from bench import results
+from bench.predict import CONVERTED
 from shared import cache_model, routing
-from shared.cache_model import FP4, Chip, Launch
+from shared.cache_launch import FP4, Chip, Launch
 from shared.config import Config
 from shared.gpus import gpu, gpus
 from shared.models import model
@@ -65,6 +66,7 @@ def predicted_row(key: str, weights: str, name: str, tokens: int, tile: str) -> 
     n, k = layer.shape("gate-up")
     config = SMALL_TILE if tile == "small" else sensible_tile(tokens, layer.experts, layer.top_k)
     dtype = dtype_of(weights, key)
+    config = config.replace(swap_ab=dtype not in CONVERTED)
     ids = routing.uniform(tokens, layer.experts, layer.top_k, seed=0)
     row: dict[str, Any] = {"gpu": key, "weights": weights, "dtype": dtype, "model": name, "tokens": tokens}
     row |= {"tile": tile, "config": str(config)}

@@ -204,7 +204,7 @@ def draw(found: dict[str, Any]) -> str:
                 zorder=3,
             )  # fmt: skip
         panel.set_xscale("log")
-        panel.set_xticks([1, 1.5, 2, 3, 5, 8], ["1", "1.5", "2", "3", "5", "8"])
+        panel.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
         panel.minorticks_off()
         panel.set_xlabel("measured DRAM bytes ÷ bytes that had to be read")
         panel.set_ylabel("predicted ÷ measured DRAM bytes")

@@ -14,6 +14,8 @@ from shared.checks import ArgumentError
 MOST_TOKENS = 65536
 MOST_TILES = 200_000
 """What a prediction takes a few seconds for."""
+CONVERTED = ("fp8-w8a16", "fp4-w4a16")
+"""Weights that are widened in registers are the right operand in every config here; others the left one."""
 
 
 def predict(
@@ -68,6 +70,7 @@ def predict(
                 num_warps=num_warps,
                 num_stages=num_stages,
                 group_m=group_m,
+                swap_ab=dtype not in CONVERTED,
             )
             chip = _chip(gpu, dtype, sms=sms, l2_bytes=l2_bytes, dram_bytes_per_s=dram_bytes_per_s, flops=flops)
             _print(predicted(shape, ids, dtype, order, config, gpu, chip), as_json=as_json)
@@ -80,16 +83,16 @@ def predicted(
     shape: tuple[int, int, int], ids: Any, dtype: str, order: str | None, config: Any, gpu: str, chip: Any
 ) -> dict[str, Any]:
     """One order: its prediction and what it was made from. order None: {"orders": {order: prediction}} beside it."""
-    from shared import cache_model
+    from shared import cache_launch, cache_model
     from shared.checks import check_name
 
-    check_name("dtype", dtype, cache_model.DTYPES)
+    check_name("dtype", dtype, cache_launch.DTYPES)
     if order is not None:
-        check_name("order", order, cache_model.ORDERS)
+        check_name("order", order, cache_launch.ORDERS)
     n, k, experts = shape
     found = {}
-    for name in cache_model.ORDERS if order is None else (order,):
-        launch = cache_model.Launch(n=n, k=k, experts=experts, topk_ids=ids, dtype=dtype, order=name, config=config)
+    for name in cache_launch.ORDERS if order is None else (order,):
+        launch = cache_launch.Launch(n=n, k=k, experts=experts, topk_ids=ids, dtype=dtype, order=name, config=config)
         if launch.tiles > MOST_TILES:
             raise ArgumentError(f"tiles: got {launch.tiles} in one launch; allowed: up to {MOST_TILES}")
         found[name] = cache_model.predict(launch, chip).to_mapping()
@@ -113,13 +116,13 @@ def predicted(
 
 def _notes(dtype: str, gpu: str, chip: Any) -> list[str]:
     """What the numbers are not backed by."""
-    from shared import cache_model
+    from shared import cache_launch
     from shared.gpus import gpu as known
 
     notes = []
-    if dtype == cache_model.FP4:
+    if dtype == cache_launch.FP4:
         notes.append("no kernel here has 4-bit weights")
-    if gpu != "h200" or chip != cache_model.Chip.of(known(gpu), dtype):
+    if gpu != "h200" or chip != cache_launch.Chip.of(known(gpu), dtype):
         notes.append("parameters fitted on an H200; nothing was measured on these numbers")
     return notes
 
@@ -129,7 +132,7 @@ def _problem(
     top_k: int | None, expert_counts: str | None, tokens: int | None, routing: str, seed: int,
 ) -> tuple[Any, tuple[int, int, int]]:  # fmt: skip
     """topk_ids and (N, K, experts)."""
-    from shared import cache_model
+    from shared import cache_launch
     from shared import routing as routings
     from shared.models import model as find
 
@@ -159,7 +162,7 @@ def _problem(
             raise ArgumentError(f"expert-counts: got {len(counts)} numbers; allowed: {experts}, one per expert")
         if sum(counts) > MOST_TOKENS * top_k:
             raise ArgumentError(f"expert-counts: got {sum(counts)} slots; allowed: up to {MOST_TOKENS * top_k}")
-        return cache_model.deal(counts, top_k, seed=seed), (n, k, experts)
+        return cache_launch.deal(counts, top_k, seed=seed), (n, k, experts)
     assert tokens is not None
     if not 1 <= tokens <= MOST_TOKENS:
         raise ArgumentError(f"tokens: got {tokens}; allowed: 1 to {MOST_TOKENS}")
@@ -183,7 +186,7 @@ def _config(**values: Any) -> Any:
 
 
 def _chip(gpu: str, dtype: str, **overrides: Any) -> Any:
-    from shared.cache_model import DTYPES, Chip
+    from shared.cache_launch import DTYPES, Chip
     from shared.checks import check_name
     from shared.gpus import gpu as known
 
@@ -197,7 +200,7 @@ def _fit(counters: Path | None, *, as_json: bool) -> None:
     from bench import cache_fit
 
     found = cache_fit.fit(counters or cache_fit.COUNTERS, say=lambda line: typer.echo(line, err=True))
-    cache_fit.write(found)
+    cache_fit.write(found, cache_fit.PARAMETERS)
     typer.echo(json.dumps(found) if as_json else f"{cache_fit.PARAMETERS}: {found['values']}, errors {found['errors']}")
 
 

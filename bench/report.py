@@ -77,12 +77,14 @@ def _block(match: re.Match[str], by_gpu: dict[str, dict[str, Any]], folder: Path
     name = match["name"]
     if name in SOURCE_BLOCKS:
         return f"{match[1]}{porting.markdown(SOURCE_BLOCKS[name])}\n{match[4]}"
+    if name in MODEL_BLOCKS:
+        return f"{match[1]}{MODEL_BLOCKS[name]()}\n{match[4]}"
     if name in evidence.BLOCKS:
         parts = [evidence.BLOCKS[name](folder / gpu, found) for gpu, found in by_gpu.items()]
     elif name in BLOCKS:
         parts = [BLOCKS[name](found) for found in by_gpu.values()]
     else:
-        known = ", ".join([*BLOCKS, *evidence.BLOCKS, *SOURCE_BLOCKS])
+        known = ", ".join([*BLOCKS, *evidence.BLOCKS, *SOURCE_BLOCKS, *MODEL_BLOCKS])
         raise ValueError(f"got a generated block {name!r}; known: {known}")
     parts = parts or [NO_RESULTS]
     return f"{match[1]}{'\n\n'.join(parts)}\n{match[4]}"
