@@ -85,8 +85,8 @@ def _short(cells: Sequence[Cell]) -> str:
     least, largest = min(win.ratio for win in best), max(win.ratio for win in best)
     return (
         f"**In short**: at decode, no (median {np.median(decode):.2f}). Held to 16-row tiles, yes, from {slots:.0f} "
-        f"slots an expert, and up to {most:.2f}x in fp16. With a tile that suits the batch, between {1 / least:.2f}x for "
-        f"row order and {largest:.2f}x for column order: larger tiles read each weight once in any order."
+        f"slots an expert, and up to {most:.2f}x in fp16. With a tile that suits the batch, between {1 / least:.2f}x "
+        f"for row order and {largest:.2f}x for column order: larger tiles read each weight once in any order."
     )
 
 

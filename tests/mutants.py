@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant("split: stored instead of added", TRITON, 'if REDUCTION == "atomic" or REDUCTION == "atomic-fp32":', 'if REDUCTION == "atomic":', split(T, "fp16-atomic-fp32")),
     Mutant("split: scaled twice", TRITON, 'REDUCTION == "two-pass" or REDUCTION == "atomic-fp32"  # scaled', 'REDUCTION == "two-pass"  # scaled', split(T, "w8a16-channel-atomic-fp32")),
     Mutant("split: parts share their place", TRITON, "y_rows += part.to(tl.int64) * slots * N", "y_rows += part.to(tl.int64) * 0", split(T, "fp16-two-pass")),
-    Mutant("split: place of a part in 32 bits", TRITON, "sums_ptrs += slots.to(tl.int64) * N", "sums_ptrs += slots * N", ("tests/test_compile_only.py", "-k", "small_kernels")),
+    Mutant("split: place of a part in 32 bits", TRITON, "sums_ptrs += tl.cast(slots, tl.int64) * N", "sums_ptrs += slots * N", ("tests/test_compile_only.py", "-k", "small_kernels")),
     Mutant("split: additions ordered", TRITON, 'sem="relaxed"', 'sem="acq_rel"', compiled(T, "split_k and fp16-atomic")),
     Mutant("popular: next expert's tiles", TRITON, "span_ptr = tile_span_ptr + 2 * (pid // tile_cols)", "span_ptr = tile_span_ptr + 2 * (pid // tile_cols + 1)", ("tests/test_tile_order.py", "-k", "triton_equals and popular")),
     Mutant("popular: span off by one", TRITON, "+ 1, own_rows, mask", "+ 1, own_rows + 1, mask", ("tests/test_planning.py", "-k", "triton and larger_plans and 40-2-15")),
