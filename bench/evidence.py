@@ -62,6 +62,7 @@ def _picture(name: str, alternative: str) -> Callable[[Path, Found], str]:
 BLOCKS: dict[str, Callable[[Path, Found], str]] = {
     "locality-environment": _environment,
     "locality-answer": _answer,
+    "locality-short": lambda folder, found: verdict.short_answer(verdict.load(folder)[0]),
     "locality-best": _cells_table(verdict.best_table),
     "locality-same": _cells_table(verdict.same_table),
     "locality-others": _cells_table(verdict.other_table),

@@ -24,6 +24,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {
     "call-times": lambda found: tables.markdown(tables.call_times(found)),
     "published": lambda found: tables.markdown(tables.published(found)),
     "findings": lambda found: tables.findings(found),
+    "framework-findings": lambda found: tables.framework_findings(found),
     "environment": lambda found: tables.environment(found["run"]),
     "picture": lambda found: f"![Kernel time over floor]({_picture_path(found)})",
 }

@@ -193,8 +193,19 @@ def published(found: dict[str, Any]) -> Table:
 
 def findings(found: dict[str, Any]) -> str:
     """The answer in a few sentences, every figure computed from the results. Decode: 64 tokens and fewer."""
-    lines = [_order_finding(found, name) for name in BACKENDS]
-    lines += [_framework_finding(found), _fp8_finding(found), _accuracy_finding(found), _peer_finding(found)]
+    return _listed([*(_order_finding(found, name) for name in BACKENDS), *_framework_findings(found)])
+
+
+def framework_findings(found: dict[str, Any]) -> str:
+    """Those of `findings` that say nothing of tile order."""
+    return _listed(_framework_findings(found))
+
+
+def _framework_findings(found: dict[str, Any]) -> list[str]:
+    return [_framework_finding(found), _fp8_finding(found), _accuracy_finding(found), _peer_finding(found)]
+
+
+def _listed(lines: list[str]) -> str:
     return "\n".join(f"- {line}" for line in lines if line) or "No results yet."
 
 
@@ -339,13 +350,15 @@ def environment(run: dict[str, Any]) -> str:
         return " and ".join(dict.fromkeys(values))
 
     def ceiling(name: str, unit: float, form: str) -> str:
-        return each(format(one["ceilings"][name] / unit, form) for one in runs if name in one["ceilings"])
+        found = sorted(one["ceilings"][name] / unit for one in runs if name in one["ceilings"])
+        return " to ".join(dict.fromkeys(format(value, form) for value in (*found[:1], *found[-1:])))
 
     fp8 = ceiling("fp8_flops", 1e12, ".0f")
+    where = "run" if len(runs) == 1 else "runs"
     installed = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "jax", "jax-triton"))
     return (
         f"{run['gpu']}, {each(one['date'][:10] for one in runs)}, {run['cache']} L2, GPU clock {run['clock']}, "
-        f"median of {each(str(one['rounds']) for one in runs)}; {installed}. Measured in the same run: "
+        f"median of {each(str(one['rounds']) for one in runs)}; {installed}. Measured in the same {where}: "
         f"read ceiling {ceiling('read_bytes_per_s', 1e12, '.2f')} TB/s, "
         f"8192³ products: bf16 {ceiling('bf16_flops', 1e12, '.0f')}{f', FP8 {fp8}' if fp8 else ''} TFLOP/s."
     )

@@ -67,6 +67,13 @@ def answer(cells: Sequence[Cell], counted: Sequence[dict[str, Any]]) -> str:
     return "\n".join(f"- {line}" for line in lines if line)
 
 
+def short_answer(cells: Sequence[Cell]) -> str:
+    """Three of the sentences of `answer`: the whole in one line, each order at its best tile, and FP8."""
+    even = of(cells)
+    lines = [_short(even), _best(even), _fp8(even)] if even else []
+    return "\n".join(f"- {line}" for line in lines if line) or "Not measured yet."
+
+
 def _short(cells: Sequence[Cell]) -> str:
     """The whole in one line."""
     decode = [win.ratio for cell in cells if cell["largest_expert"] <= 16 and (win := _best_win(cell))]

@@ -157,3 +157,17 @@ def test_a_failure_in_a_later_run_takes_the_earlier_time(status: str, left: dict
     (found,) = results.compact([RUN, failure, LATER, row("torch-triton", kernel_us=2.0)])["rows"]
     assert found["kernel_us"] == 2.0
     assert "failures" not in found
+
+
+def test_a_kernel_time_keeps_the_floor_of_its_own_run(kept: Path, tmp_path: Path) -> None:
+    """A later run that measured calls alone had another read ceiling, and so another floor."""
+    first = write(tmp_path / "a.jsonl", LATER, row("torch-triton", kernel_us=160.0, floor_us=100.0))
+    results.add(first, results=kept, into="first")
+    second = write(tmp_path / "b.jsonl", LATER, row("torch-triton", call_us=300.0, floor_us=110.0))
+    added = results.add(second, results=kept, into="first")
+    found = {r["contender"]: r for r in results.load(added.path)["rows"]}["torch-triton"]
+    assert (found["kernel_us"], found["call_us"], found["floor_us"]) == (160.0, 300.0, 100.0)
+    third = write(tmp_path / "c.jsonl", LATER, row("torch-triton", kernel_us=170.0, floor_us=120.0))
+    added = results.add(third, results=kept, into="first")
+    found = {r["contender"]: r for r in results.load(added.path)["rows"]}["torch-triton"]
+    assert (found["kernel_us"], found["floor_us"]) == (170.0, 120.0)
