@@ -202,10 +202,10 @@ def _print_table(title: str, content: tuple[list[str], list[list[str]]]) -> None
     headings, lines = content
     table = Table(title=title, title_justify="left")
     for heading in headings:
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for line in lines:
         table.add_row(*(f"[bold]{cell[2:-2]}[/bold]" if cell.startswith("**") else cell for cell in line))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    Console(width=None if sys.stdout.isatty() else 300).print(table)
 
 
 def _show(found: dict[str, Any]) -> None:

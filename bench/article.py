@@ -140,10 +140,10 @@ def _split(cells: Sequence[dict[str, Any]]) -> list[str]:
     return [
         "split-K is 18 to 20 % faster",
         "does not depend on the mapping",
-        f"{min(gains):.2f}x to {max(gains):.2f}x, median {np.median(gains):.2f}x, in {len(wins)} cases with few tiles; "
-        f"faster by more than 2 % in {better}, most for {most[0]['model']} {most[0]['gemm']} at {most[0]['tokens']} "
-        f"tokens, {most[0]['dtype']}",
-        "holds only where tiles are fewer than multiprocessors",
+        f"torch-triton {min(gains):.2f}x to {max(gains):.2f}x, median {np.median(gains):.2f}x, in {len(wins)} cases "
+        f"with few tiles; faster by more than 2 % in {better}, most for {most[0]['model']} {most[0]['gemm']} at "
+        f"tokens = {most[0]['tokens']}, {most[0]['dtype']}",
+        "not confirmed: slower in most, even where tiles are few" if better < len(wins) / 2 else "confirmed",
     ]
 
 

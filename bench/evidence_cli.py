@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +63,13 @@ def locality(
             say(f"not measured: {reason}")
     found = {folder.name: verdict.load(folder) for folder in folders}
     answers = {name: verdict.answer(measured, counted) for name, (measured, counted, _) in found.items()}
-    typer.echo(json.dumps(answers) if as_json else "\n\n".join(f"{name}:\n{text}" for name, text in answers.items()))
+    if as_json:
+        typer.echo(json.dumps(answers))
+        return
+    for name, text in answers.items():
+        typer.echo(f"{name}:")
+        for line in text.replace("**", "").splitlines():
+            typer.echo(textwrap.fill(line, width=100, subsequent_indent="  "))
 
 
 def counters(
@@ -93,7 +100,11 @@ def counters(
 
     try:
         if source is not None:
-            rows: list[dict[str, Any]] = counters.parse(source.read_text(encoding="utf-8"))
+            try:
+                rows: list[dict[str, Any]] = counters.parse(source.read_text(encoding="utf-8"))
+            except (ValueError, OSError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise ValueError(f"{source}: cannot be read: {reason}") from None
         elif model_points:
             target = out or Path("counters.jsonl")
             counters.collect(_model_points(), target, say=say, keep=keep, cache=cache)

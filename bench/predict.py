@@ -233,11 +233,13 @@ def _gpus(*, as_json: bool) -> None:
 
 
 def _print(found: dict[str, Any], *, as_json: bool) -> None:
+    from shared.config import Config
+
     if as_json:
         typer.echo(json.dumps(found))
         return
     rows = found.get("orders") or {found["order"]: found}
-    headings = ["order", "DRAM read MB", "x needed", "weights MB", "x MB", "µs", "DRAM alone µs"]
+    headings = ["order", "DRAM read MB", "÷ needed", "weights MB", "activations MB", "predicted µs", "DRAM alone µs"]
     lines = [
         [
             name,
@@ -253,7 +255,8 @@ def _print(found: dict[str, Any], *, as_json: bool) -> None:
     first = next(iter(rows.values()))
     typer.echo(
         f"Prediction, {found['gpu']}, {found['dtype']}, N = {found['n']}, K = {found['k']}: "
-        f"{first['tile_rows']} tile rows, {first['tiles']} tiles, {first['blocks_per_sm']} blocks per multiprocessor"
+        f"{first['tile_rows']} tile rows, {first['tiles']} tiles, thread blocks per multiprocessor: "
+        f"{first['blocks_per_sm']}; tile {Config.from_mapping(found['config'])}"
     )
     _table((headings, lines))
     for note in found["notes"]:

@@ -23,6 +23,8 @@ from shared.models import models
 
 DTYPES = locality.DTYPES
 WORTH = 1.02
+MOST_FEW = 5
+"""Medians of fewer pairs are not given."""
 ROW_BINS = ((1.0, 1.0), (1.0, 1.5), (1.5, 2.5), (2.5, 5.0), (5.0, math.inf))
 """Tile rows per active expert: exactly one, more than one and up to 1.5, and so on."""
 HEATMAP, BYTES = "locality-win.svg", "locality-bytes.svg"
@@ -68,32 +70,35 @@ def answer(cells: Sequence[Cell], counted: Sequence[dict[str, Any]]) -> str:
 
 
 def short_answer(cells: Sequence[Cell]) -> str:
-    """Three of the sentences of `answer`: the whole in one line, each order at its best tile, and FP8."""
+    """Three of the sentences of `answer`: the whole in one line, FP8, and the other backends."""
     even = of(cells)
-    lines = [_short(even), _best(even), _fp8(even)] if even else []
+    lines = [_short(even), _fp8(even), _others(cells)] if even else []
     return "\n".join(f"- {line}" for line in lines if line) or "Not measured yet."
 
 
 def _short(cells: Sequence[Cell]) -> str:
-    """The whole in one line."""
+    """The whole in one line, of torch-triton: at decode, at a fixed small tile by layer, and each order at its best."""
     decode = [win.ratio for cell in cells if cell["largest_expert"] <= 16 and (win := _best_win(cell))]
-    same = [
-        (cell["slots_per_active_expert"], win)
-        for cell in cells
-        if cell["dtype"] == "fp16"
-        for win in locality.same_tile(cell, "column", "row")
-        if win.config_better.block_m == 16 and win.ratio > 1.05 and matters(win) == 1
-    ]
     best = [win for cell in cells if (win := _best_win(cell))]
-    if not (decode and same and best):
+    largest: dict[str, float] = {}
+    for cell in cells:
+        if cell["dtype"] == "fp16" and cell["slots_per_active_expert"] >= 16:
+            for win in locality.same_tile(cell, "column", "row"):
+                if win.config_better.block_m == 16:
+                    name = f"{cell['model']} {cell['gemm']}"
+                    largest[name] = max(largest.get(name, 0.0), win.ratio)
+    if not (decode and best and largest):
         return ""
-    slots, _ = min(same, key=lambda pair: pair[0])
-    most = max(win.ratio for _, win in same)
-    least, largest = min(win.ratio for win in best), max(win.ratio for win in best)
+    ranked = sorted(largest.items(), key=lambda item: -item[1])
+    winners = [f"{name} {ratio:.2f}x" for name, ratio in ranked if ratio >= 1.1]
+    others = [(name, ratio) for name, ratio in ranked if ratio < 1.1]
+    rest = f"; at most {others[0][1]:.2f}x for {', '.join(name for name, _ in others)}" if others else ""
     return (
-        f"**In short**: at decode, no (median {np.median(decode):.2f}). Held to 16-row tiles, yes, from {slots:.0f} "
-        f"slots an expert, and up to {most:.2f}x in fp16. With a tile that suits the batch, between {1 / least:.2f}x "
-        f"for row order and {largest:.2f}x for column order: larger tiles read each weight once in any order."
+        f"**In short**, torch-triton: at decode, no (median {np.median(decode):.2f}). Held to 16-row tiles with 16 "
+        f"slots (routed token copies) an expert or more, column order is, in fp16, up to this many times as fast: "
+        f"{', '.join(winners) or 'none above 1.10x'}{rest}. Where each order may have the tile that suits it, between "
+        f"{1 / min(win.ratio for win in best):.2f}x for row order and {max(win.ratio for win in best):.2f}x for column "
+        "order: row order then picks a tile that costs it little."
     )
 
 
@@ -166,8 +171,7 @@ def _grouped(cells: Sequence[Cell]) -> str:
 
 def _fp8(cells: Sequence[Cell]) -> str:
     """How much of fp16's win at a tile of the same block_m each FP8 mode keeps, where fp16 wins at least 1.1."""
-    kept: dict[str, list[float]] = {}
-    best: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     by_key = {(c["model"], c["gemm"], c["tokens"], c["dtype"]): c for c in cells}
     for (name, gemm, tokens, dtype), cell in by_key.items():
         if dtype != "fp16":
@@ -175,20 +179,19 @@ def _fp8(cells: Sequence[Cell]) -> str:
         wide = {win.config_better.block_m: win.ratio for win in locality.same_tile(cell, "column", "row")}
         for narrow in DTYPES[1:]:
             other = by_key.get((name, gemm, tokens, narrow))
-            if other is None:
-                continue
-            for win in locality.same_tile(other, "column", "row"):
+            for win in locality.same_tile(other, "column", "row") if other is not None else []:
                 ratio = wide.get(win.config_better.block_m, 1.0)
                 if ratio >= 1.1:
-                    kept.setdefault(narrow, []).append(math.log(win.ratio) / math.log(ratio))
-                    best.setdefault(narrow, []).append(win.ratio)
-    parts = [
-        f"{dtype} keeps {np.median(shares):.0%} of it (median of {len(shares)} tiles; at most {max(best[dtype]):.2f})"
-        for dtype, shares in kept.items()
-    ]
-    if not parts:
-        return ""
-    return f"**FP8**, where fp16 wins 1.1 or more at the same block_m: {'; '.join(parts)}."
+                    found.setdefault(narrow, []).append((ratio, win.ratio))
+    parts = []
+    for dtype, pairs in found.items():
+        fp16, fp8 = np.median(np.array(pairs), axis=0)
+        kept = float(np.median([(b - 1) / (a - 1) for a, b in pairs]))
+        parts.append(
+            f"of fp16's median {fp16:.2f}x, {dtype} leaves {fp8:.2f}x (it keeps {kept:.0%} of the gain; {len(pairs)} "
+            f"tiles, at most {max(b for _, b in pairs):.2f}x)"
+        )
+    return f"**FP8**, where fp16 gains 1.1x or more at the same block_m: {'; '.join(parts)}." if parts else ""
 
 
 def _cause(counted: Sequence[dict[str, Any]]) -> str:
@@ -202,7 +205,7 @@ def _cause(counted: Sequence[dict[str, Any]]) -> str:
             found.setdefault(row["point"]["dtype"], []).append((excess, time, rates[0], rates[1]))
     parts = []
     for dtype in DTYPES:
-        if dtype in found:
+        if len(found.get(dtype, ())) >= MOST_FEW:
             excess, time, row_rate, column_rate = np.median(np.array(found[dtype]), axis=0)
             parts.append(
                 f"{dtype} {excess:.2f} times the bytes in {time:.2f} times the time ({row_rate:.1f} TB/s in row order, "
@@ -316,6 +319,62 @@ def skew_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
             wins = [locality.best_tiles(cell, "column", order) for order in ("row", "grouped", "popular")]
             lines.append([_name(cell), cell["routing"], str(cell["largest_expert"]), *(_show(win) for win in wins)])
     return ["case", "routing", "largest expert's slots", "row", "grouped", "popular"], lines
+
+
+def skew_sentence(cells: Sequence[Cell]) -> str:
+    """Whether `popular` helps within one GEMM."""
+    skewed = [c for c in cells if c["question"] == "order" and c["routing"] != "uniform"]
+    wins = [win for cell in skewed if (win := locality.best_tiles(cell, "popular", "column"))]
+    if not wins:
+        return "Not measured yet."
+    verdicts = [matters(win) for win in wins]
+    ratios = [1 / win.ratio for win in wins]
+    return (
+        f"In {len(wins)} skewed batches popular order takes {min(ratios):.2f} to {max(ratios):.2f} of column order's "
+        f"time: faster by more than 2 % in {verdicts.count(1)}, slower in {verdicts.count(-1)}."
+    )
+
+
+def split_sentence(cells: Sequence[Cell]) -> str:
+    """Where splitting K is worth more than 2 %, by backend and reduction."""
+    parts = []
+    for backend in ("torch-triton", "pallas-mosaic"):
+        mine = [c for c in cells if c["question"] == "split-k" and c["backend"] == backend]
+        for reduction in (None, "two-pass"):
+            wins = [win for cell in mine if (win := locality.best_split(cell, reduction))]
+            if wins:
+                verdicts = [matters(win) for win in wins]
+                name = "its best reduction" if reduction is None else "the deterministic two-pass"
+                parts.append(
+                    f"{backend} with {name} is faster by more than 2 % in {verdicts.count(1)} of {len(wins)} cases, "
+                    f"slower in {verdicts.count(-1)} (best {max(win.ratio for win in wins):.2f}x)"
+                )
+    return f"{'; '.join(parts)}." if parts else "Not measured yet."
+
+
+def steps_sentence(rows: Sequence[dict[str, Any]]) -> str:
+    """What stays in L2 between steps, and whether an order helps it."""
+    if not rows:
+        return "Not measured yet."
+    none, least = steps.BETWEEN[0], steps.BETWEEN[1]
+    kept = {
+        row["id"]: float(np.mean(row["us"][str(least)]["row"][1:]) / np.mean(row["us"][str(none)]["row"][1:]))
+        for row in rows
+    }
+    most = max(kept, key=kept.__getitem__)
+    same = sum(ratio < WORTH for ratio in kept.values())
+    faster = sum(
+        steps.compare(row, between, "row", order).high < 1
+        for row in rows
+        for between in steps.BETWEEN
+        for order in ("popular", "coldest")
+    )
+    return (
+        f"With nothing between the steps, a step is up to {kept[most]:.2f} times as fast as with {least >> 20} MiB of "
+        f"other weights in between ({most}), and the same within 2 % in {same} of "
+        f"{len(kept)} sequences. Walking experts by popularity, hottest first or last, is faster than row order in "
+        f"{faster} of {len(rows) * len(steps.BETWEEN) * 2} comparisons."
+    )
 
 
 def split_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:

@@ -199,10 +199,12 @@ def test_sentences_follow_the_data() -> None:
     assert "column order wins by more than 2 % in 2, row order in 0, neither in 1" in text.lower().replace(
         "column\n", ""
     )
-    assert "fp8-w8a8 keeps 50% of it" in text  # log 1.225 / log 1.5
+    assert "of fp16's median 1.50x, fp8-w8a8 leaves 1.23x (it keeps 45% of the gain" in text
     turned = verdict.answer([batch | {"combos": cell({(16, "column"): 150, (16, "row"): 100})["combos"]}], [])
     assert "row order in 1" in turned
     assert "keeps" not in turned
+    assert "at most" not in verdict.short_answer([decode, batch])
+    assert "mixtral-8x7b gate-up 1.50x" in verdict.short_answer([decode, batch])
 
 
 def test_split_k_is_judged_by_reduction() -> None:
