@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+# Test processes. A file's tests stay in one, as they share what has been compiled.
+JOBS ?= 2
 
 .PHONY: test bench locality report mutants lint clean
 .DEFAULT_GOAL := test
@@ -24,7 +26,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench compare $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.where import HAS_GPU, NEEDS_GPU
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # test processes, and PyTorch, share the GPU
 
 # No deadline: a first example compiles. Derandomised: a red run is the same everywhere.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
