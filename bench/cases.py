@@ -129,8 +129,8 @@ def order_pairs(which: str) -> list[tuple[Row, str]]:
     for row in rows("full" if which == "full" else which):
         if row.order != "column" or (which != "full" and row.contender not in PAIRED):
             continue
-        others = [order for order in ORDERS if order != "column"] if which != "default" else ["row"]
-        found += [(row, other) for other in others]
+        others = {"default": ("row",), "rehearsal": ("row", "popular")}.get(which, ORDERS)
+        found += [(row, other) for other in others if other != "column"]
     return found
 
 

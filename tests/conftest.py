@@ -16,6 +16,10 @@ from tests.where import HAS_GPU, NEEDS_GPU
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # test processes, and PyTorch, share the GPU
 
+# Tests start pytest of their own, which is no process of this run: pytest-benchmark would not measure in one.
+for _name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
+    os.environ.pop(_name, None)
+
 # No deadline: a first example compiles. Derandomised: a red run is the same everywhere.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
@@ -23,7 +27,15 @@ settings.load_profile("suite")
 _PLACES = {"compile_only": "compile-only", "gpu": "GPU", "interpret": "interpreter"}
 
 
+_LONG = (
+    "test_moe_gemm.py", "test_compile_only.py", "test_reports.py", "test_suite.py", "test_transforms.py", "test_mosaic.py",
+    "test_fuzz.py", "test_determinism.py",
+)  # fmt: skip
+"""Files that take minutes, the longest first: begun last, one would keep a process busy after the other has ended."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG))
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):

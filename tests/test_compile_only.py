@@ -119,7 +119,7 @@ def test_compiles(backend: str, variant: str, order: str, record_property: pytes
 
 
 def splits() -> list[object]:
-    """Each reduction in 16 bits and FP8; by default those that differ in what is added, and one of pallas-triton's, as
+    """Each reduction in 16 bits and FP8; by default those that differ in what is added, and none of pallas-triton's, as
     XLA takes ten times as long as Triton."""
     variants = ("fp16", "bf16", "fp8-w8a16-channel", "fp8-w8a8-block")
     default = {
@@ -127,7 +127,6 @@ def splits() -> list[object]:
         ("torch-triton", "bf16", "atomic"),
         ("torch-triton", "fp8-w8a16-channel", "two-pass"),
         ("torch-triton", "fp8-w8a8-block", "atomic-fp32"),
-        ("pallas-triton", "fp8-w8a8-block", "atomic"),
     }
     every = [("torch-triton", variant) for variant in variants] + [("pallas-triton", "fp8-w8a8-block")]
     return [

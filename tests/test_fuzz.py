@@ -24,7 +24,7 @@ from tests.mutants import copy_tree
 from tests.where import INTERPRET, NUMERICS
 
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's word on infinities and NaN
-EXAMPLES = {"torch-triton": 24, "jax-triton": 14, "pallas-triton": 8, "pallas-mosaic": 6}
+EXAMPLES = {"torch-triton": 16, "jax-triton": 8, "pallas-triton": 4, "pallas-mosaic": 4}
 """Of the short run; the long one is `python -m bench fuzz`. Pallas's interpreters take about a second an example."""
 
 

@@ -113,5 +113,5 @@ def test_ids_are_readable_unique_and_round_trip() -> None:
 
 def test_decode_comes_first_and_orders_are_compared() -> None:
     assert cases("default")[0].tokens == 1
-    assert {other for _, other in order_pairs("full")} == {"row", "grouped"}
+    assert {other for _, other in order_pairs("full")} == {"row", "grouped", "popular"}
     assert all(row.order == "column" for row, _ in order_pairs("default"))
