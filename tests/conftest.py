@@ -28,8 +28,8 @@ _PLACES = {"compile_only": "compile-only", "gpu": "GPU", "interpret": "interpret
 
 
 _LONG = (
-    "test_moe_gemm.py", "test_compile_only.py", "test_reports.py", "test_suite.py", "test_transforms.py", "test_mosaic.py",
-    "test_fuzz.py", "test_determinism.py",
+    "test_moe_gemm.py", "test_compile_only.py", "test_reports.py", "test_suite.py", "test_transforms.py",
+    "test_mosaic.py", "test_fuzz.py", "test_determinism.py",
 )  # fmt: skip
 """Files that take minutes, the longest first: begun last, one would keep a process busy after the other has ended."""
 
