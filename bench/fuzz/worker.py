@@ -88,7 +88,10 @@ def serve(pipe: Connection, journal: Path, make: Callable[[Program], Any]) -> No
             _run(pipe, journal, program, draws, make)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            pipe.send(("error", text[:2000] + "\n" + "".join(traceback.format_tb(error.__traceback__)[-3:])))
+            # File names without their folders: the text is saved with the example, and kept.
+            frames = traceback.extract_tb(error.__traceback__)[-3:]
+            places = "".join(f"  {Path(frame.filename).name}:{frame.lineno} in {frame.name}\n" for frame in frames)
+            pipe.send(("error", f"{text[:2000]}\n{places}"))
             return
         journal.unlink(missing_ok=True)
         pipe.send(("done",))
