@@ -1,4 +1,4 @@
-"""python -m bench: doctor, compare, fuzz, order, report, sanitize, tune."""
+"""python -m bench: the verbs and their options."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bench.cases import check_routing
 from bench.fuzz import command as fuzz_command
 from bench.machine import without_gpu_jax_stays_on_the_cpu
 from bench.sanitize import command as sanitize_command
+from bench.terminal import print_table
 from shared.checks import ArgumentError
 
 ROOT = Path(__file__).parent.parent
@@ -192,20 +193,7 @@ def _print_tables(paths: list[Path], as_json: bool) -> None:
 
         told, table = tables.compared([(path.stem, content) for path, content in zip(paths, found, strict=True)])
         typer.echo(told)
-        _print_table("Kernel time", table)
-
-
-def _print_table(title: str, content: tuple[list[str], list[list[str]]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    headings, lines = content
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for line in lines:
-        table.add_row(*(f"[bold]{cell[2:-2]}[/bold]" if cell.startswith("**") else cell for cell in line))
-    Console(width=None if sys.stdout.isatty() else 300).print(table)
+        print_table(table, "Kernel time")
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -218,7 +206,7 @@ def _show(found: dict[str, Any]) -> None:
     )
     for title, table in named:
         if table[1]:
-            _print_table(title, table)
+            print_table(table, title)
     for note in tables.notes(found):
         typer.echo(note)
     for name, reason in found["skipped"].items():

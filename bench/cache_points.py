@@ -12,11 +12,9 @@ from collections.abc import Iterator
 
 from backends.triton_launch import PUBLISHED
 from bench.points import Point
-from bench.published import CONFIG
+from bench.published import CONFIG, TOKENS
 from shared.config import Config
 from shared.orders import GRID_ORDERS
-
-PUBLISHED_TOKENS = (2, 8, 64, 512)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +62,7 @@ def article_points() -> list[Point]:
     """The article's example at its kernel's tile: the published mapping, and both right orders."""
     return [
         Point(model="mixtral-8x7b", tokens=tokens, order=order, config=CONFIG)
-        for tokens in PUBLISHED_TOKENS
+        for tokens in TOKENS
         for order in ("row", "column", PUBLISHED)
     ]
 

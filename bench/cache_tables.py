@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -192,8 +191,7 @@ def draw(found: dict[str, Any]) -> str:
     import matplotlib.pyplot as plt
 
     points = drawn(found)
-    settings: Any = {"svg.hashsalt": "moe", "svg.fonttype": "none", "font.size": 9}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(picture.SETTINGS):
         figure, panel = plt.subplots(figsize=(7, 4), layout="constrained")
         panel.axhline(1, color="black", linewidth=1)
         panel.axhspan(1 - WORST_TARGET, 1 + WORST_TARGET, color="#eeeeee", label=f"target: within {WORST_TARGET:.0%}")
@@ -210,11 +208,7 @@ def draw(found: dict[str, Any]) -> str:
         panel.set_ylabel("predicted ÷ measured DRAM bytes")
         panel.set_title(f"Cache model against counters of one {found['gpu']}")
         panel.legend(frameon=False)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        plt.close(figure)
-    svg = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
-    return svg.replace("<svg ", f"<!-- data: {picture.digest(points)} -->\n<svg ", 1) + "\n"
+        return picture.svg(figure, points)
 
 
 def picture_now() -> str:
@@ -224,7 +218,4 @@ def picture_now() -> str:
 
 def picture_differs() -> bool:
     """Whether the committed picture shows other data than the committed judgement."""
-    if not JUDGED.exists():
-        return False
-    wanted = f"data: {picture.digest(drawn(read(JUDGED)))}"
-    return not (PICTURE.exists() and wanted in PICTURE.read_text(encoding="utf-8"))
+    return JUDGED.exists() and not picture.shows(PICTURE, drawn(read(JUDGED)))

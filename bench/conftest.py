@@ -17,12 +17,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import results, watch
+from bench import published, results, watch
 from bench.cases import PARAMETERS, Case, Row, check_routing, order_pairs, rows
 from bench.clock import CLOCKS, ClockError
 from bench.data import Data, DataCache, build
 from bench.machine import Device, Machine, Rehearsal, versions, without_gpu_jax_stays_on_the_cpu
-from bench.suite import LOST, PUBLISHED_TOKENS, Suite
+from bench.suite import LOST, Suite
 from shared.checks import ArgumentError
 from shared.problem import ScaleLayout
 
@@ -79,7 +79,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             found = [row for row in found if row.captured_by_default]
         metafunc.parametrize(PARAMETERS, [row.parameters for row in found], ids=[row.id for row in found])
     elif "published_tokens" in metafunc.fixturenames:
-        batches = PUBLISHED_TOKENS if which != "rehearsal" else PUBLISHED_TOKENS[:1]
+        batches = published.TOKENS if which != "rehearsal" else published.TOKENS[:1]
         metafunc.parametrize("published_tokens", batches, ids=[f"tokens-{tokens}" for tokens in batches])
 
 

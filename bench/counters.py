@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import results
 from bench.points import Point
 
 ROOT = Path(__file__).parent.parent
@@ -281,23 +282,22 @@ def collect(
 ) -> int:
     """Counters of the points that `out` does not hold yet with this cache control, as JSON lines behind what it holds;
     how many were added. cache, keep: as `measure` takes them."""
+    results.end_at_a_line(out)
     known = {row["id"] for row in read(out, cache) if row.get("launches")} if out.exists() else set()
     missing = [point for point in points if point.id not in known]
     if not missing:
         return 0
     rows = measure(missing, cache=cache, say=say, keep=keep)
     where = environment()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row | where) + "\n")
+    for row in rows:
+        results.append(out, row | where)
     return len(rows)
 
 
 def read(path: Path, cache: str = "all") -> list[dict[str, Any]]:
     """Rows of a file that `collect` wrote with this cache control; a later row of the same point counts."""
-    rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return list({row["id"]: row for row in rows if row["cache_control"] == cache}.values())
+    latest = {row["id"]: row for row in results.json_lines(path, "id") if row["cache_control"] == cache}
+    return list(latest.values())
 
 
 def launch_table(launches: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

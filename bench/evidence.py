@@ -78,16 +78,16 @@ BLOCKS: dict[str, Callable[[Path, Found], str]] = {
 }
 
 
-def pictures(folder: Path) -> dict[str, tuple[str, Callable[[], str]]]:
-    """{file name: (digest of what it shows, how to draw it)} of those that there is data for."""
+def pictures(folder: Path) -> dict[str, tuple[list[list[Any]], Callable[[], str]]]:
+    """{file name: (what it shows, how to draw it)} of those that there is data for."""
     cells, counted, _ = verdict.load(folder)
     gpu = cells[-1]["gpu"] if cells else ""
     heat, read = verdict.heat_points(cells), verdict.byte_points(counted)
-    found: dict[str, tuple[str, Callable[[], str]]] = {}
+    found: dict[str, tuple[list[list[Any]], Callable[[], str]]] = {}
     if heat:
         title = f"{gpu}, cold L2, torch-triton: row order's time over column order's, same tile"
-        found[verdict.HEATMAP] = (verdict.digest(heat), lambda: verdict.draw_heat(heat, title))
+        found[verdict.HEATMAP] = (heat, lambda: verdict.draw_heat(heat, title))
     if read:
         name = f"{gpu or counted[-1]['gpu']}, mixtral-8x7b, 512 tokens, torch-triton"
-        found[verdict.BYTES] = (verdict.digest(read), lambda: verdict.draw_bytes(read, name))
+        found[verdict.BYTES] = (read, lambda: verdict.draw_bytes(read, name))
     return found

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bench.predict import predict
+from bench.terminal import print_table
 from shared.checks import ArgumentError
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
@@ -125,7 +126,7 @@ def counters(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
     else:
-        _show(counters.launch_table(rows) if source is not None else counters.table(rows))
+        print_table(counters.launch_table(rows) if source is not None else counters.table(rows))
 
 
 def _points(
@@ -172,18 +173,3 @@ def _model_points() -> list[Any]:
     from bench.cache_points import article_points, groups, other_points
 
     return [*article_points(), *(point for group in groups() for point in group.points), *other_points()]
-
-
-def _show(table: tuple[list[str], list[list[str]]]) -> None:
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-
-    headings, lines = table
-    drawn = Table()
-    for heading in headings:
-        drawn.add_column(heading)
-    for line in lines:
-        drawn.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 200).print(drawn)

@@ -13,16 +13,15 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import itertools
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench import pairs
+from bench import pairs, results
 from bench.cache_points import tile
 from bench.cases import Case, Row
 from shared.config import REDUCTIONS, Config
@@ -162,9 +161,9 @@ def run(
     from bench.machine import versions
 
     started = time.monotonic()
+    results.end_at_a_line(out)
     known = {cell["id"] for cell in read(out)} if out.exists() else set()
     missing = [cell for cell in cells() if cell.id not in known and keyword in cell.id]
-    out.parent.mkdir(parents=True, exist_ok=True)
     ceilings = device.ceilings() if missing else {}
     layer: tuple[object, ...] | None = None
     weights: bench_data.Data | None = None
@@ -183,8 +182,7 @@ def run(
             "gpu": device.gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d"), "ceilings": ceilings,
             "state": device.state(),
         }  # fmt: skip
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
+        results.append(out, found)
         left = (time.monotonic() - started) / (number + 1) * (len(missing) - number - 1)
         say(f"[{number + 1}/{len(missing)}, {left:.0f} s left] {cell.id}: {told(found)}")
     return True
@@ -203,7 +201,7 @@ def _free() -> None:
 def measure(cell: Cell, data: Any, device: Any, rounds: int) -> dict[str, Any]:
     """The cell's facts and, for each (tile, order): its samples in µs by round, in rounds that all of them share."""
     from bench.contenders import CannotRun, Contender, prepare, wait
-    from bench.measure import check
+    from bench.measure import check, floor_us, gpu_sample
 
     ready: list[Contender] = []
     failed: dict[str, str] = {}
@@ -246,7 +244,7 @@ def measure(cell: Cell, data: Any, device: Any, rounds: int) -> dict[str, Any]:
         }  # fmt: skip
         combos.append((contender, combo | {"samples_us": []}))
         if contender.records is None:
-            _sample(contender, device, whole)
+            gpu_sample(contender, device, whole=whole)
             assert contender.records is not None
             records[kernels] = contender.records
 
@@ -254,15 +252,10 @@ def measure(cell: Cell, data: Any, device: Any, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for which in rng.permutation(len(combos)):
             contender, combo = combos[which]
-            combo["samples_us"].append(round(_sample(contender, device, whole) * 1e6, 3))
+            combo["samples_us"].append(round(gpu_sample(contender, device, whole=whole) * 1e6, 3))
 
     counts = data.counts
     active = int((counts > 0).sum())
-    ceilings = device.ceilings()
-    flops = ceilings.get("fp8_flops" if data.problem.quantises_x else "bf16_flops", ceilings["bf16_flops"])
-    floor = data.problem.floor_seconds(
-        counts.tolist(), bytes_per_second=ceilings["read_bytes_per_s"], flops_per_second=flops
-    )
     return {
         "id": cell.id,
         "model": cell.case.model.name,
@@ -277,38 +270,15 @@ def measure(cell: Cell, data: Any, device: Any, rounds: int) -> dict[str, Any]:
         "largest_expert": int(counts.max(initial=0)),
         "slots_per_active_expert": round(data.problem.slots / max(1, active), 3),
         "needed_bytes": data.problem.read_bytes(counts.tolist()),
-        "floor_us": round(floor * 1e6, 3),
+        "floor_us": floor_us(data, device),
         "combos": [combo for _, combo in combos],
         "failed": failed,
     }
 
 
-def _sample(contender: Any, device: Any, whole: bool) -> float:
-    """GPU seconds of one eager call after a flush: of its GEMM kernel, or of all its kernels."""
-    from bench.contenders import wait
-    from bench.measure import GpuTimer, records_of, repetition
-
-    if contender.records is None:
-        contender.records = records_of(contender, device, contender.eager)
-    device.flush()
-    again = repetition(contender, device, contender.eager, flush=True)
-    timer = GpuTimer(device.clock, device.synchronize, contender.kernel_name, contender.records, again)
-    start = timer()
-    wait(contender.eager(), contender.framework, device)
-    seconds = timer() - start
-    return timer.totals[-1] if whole else seconds
-
-
 def read(path: Path) -> list[dict[str, Any]]:
-    """The cells of a journal; a later one of the same id counts, a line cut off in the middle does not."""
-    found = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            cell = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        found[cell["id"]] = cell
-    return list(found.values())
+    """The cells of a journal; a later one of the same id counts."""
+    return results.by_id(path)
 
 
 # What the samples say
@@ -396,7 +366,3 @@ def told(cell: dict[str, Any]) -> str:
         f"row/column best tiles {best.ratio:.3f} [{best.low:.3f}, {best.high:.3f}], "
         f"at {same.config_better} {same.ratio:.3f}{failed}"
     )
-
-
-def median(values: Sequence[float]) -> float:
-    return float(np.median(np.asarray(values)))

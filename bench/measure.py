@@ -107,8 +107,8 @@ def records_of(contender: Contender, device: Device, call: Callable[[], Any]) ->
     return max(1, min(counts))
 
 
-def gpu_sample(contender: Contender, device: Device, *, flush: bool = True) -> float:
-    """GPU seconds of the kernel in one eager call."""
+def gpu_sample(contender: Contender, device: Device, *, flush: bool = True, whole: bool = False) -> float:
+    """GPU seconds of the kernel in one eager call; whole: of all kernels that the call launches."""
     if contender.records is None:
         contender.records = records_of(contender, device, contender.eager)
     if flush:
@@ -117,7 +117,8 @@ def gpu_sample(contender: Contender, device: Device, *, flush: bool = True) -> f
     timer = GpuTimer(device.clock, device.synchronize, contender.kernel_name, contender.records, again)
     start = timer()
     wait(contender.eager(), contender.framework, device)
-    return timer() - start
+    seconds = timer() - start
+    return timer.totals[-1] if whole else seconds
 
 
 def repetition(contender: Contender, device: Device, call: Callable[[], Any], *, flush: bool) -> Callable[[], object]:
@@ -159,8 +160,6 @@ def facts(contender: Contender, data: Data, device: Device) -> dict[str, Any]:
     problem, row = data.problem, contender.row
     counts = data.counts.tolist()
     ceilings = device.ceilings()
-    flops = ceilings.get("fp8_flops" if problem.quantises_x else "bf16_flops", ceilings["bf16_flops"])
-    floor = problem.floor_seconds(counts, bytes_per_second=ceilings["read_bytes_per_s"], flops_per_second=flops)
     return {
         "id": row.id,
         "case": row.case.name,
@@ -175,10 +174,19 @@ def facts(contender: Contender, data: Data, device: Device) -> dict[str, Any]:
         "read_bytes": problem.read_bytes(counts),
         "write_bytes": problem.write_bytes(),
         "operations": problem.operations(counts),
-        "floor_us": round(floor * 1e6, 3),
+        "floor_us": floor_us(data, device),
         "read_ceiling_tb_per_s": round(ceilings["read_bytes_per_s"] / 1e12, 4),
         "gpu": device.gpu,
     }
+
+
+def floor_us(data: Data, device: Device) -> float:
+    """The least time in µs that this device's ceilings leave the data's GEMM."""
+    problem, ceilings = data.problem, device.ceilings()
+    flops = ceilings.get("fp8_flops" if problem.quantises_x else "bf16_flops", ceilings["bf16_flops"])
+    bandwidth = ceilings["read_bytes_per_s"]
+    seconds = problem.floor_seconds(data.counts.tolist(), bytes_per_second=bandwidth, flops_per_second=flops)
+    return round(seconds * 1e6, 3)
 
 
 def rates(known: dict[str, Any], kernel_seconds: float) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 from backends.registry import BACKENDS
@@ -13,6 +14,10 @@ DTYPES = ("fp16", "fp8-w8a16", "fp8-w8a8")
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00")
 _MARKERS = ("o", "s", "^", "D")
 _PEER_MARKERS = ("x", "+", "1", "2", "3")
+
+
+SETTINGS: Any = {"svg.hashsalt": "moe", "svg.fonttype": "none", "font.size": 9}
+"""matplotlib's, for text that stays text and files that are the same for the same data."""
 
 
 def points(found: dict[str, Any]) -> list[list[Any]]:
@@ -44,8 +49,7 @@ def draw(drawn: list[list[Any]], title: str) -> str:
 
     cases = list(dict.fromkeys(point[0] for point in drawn))
     peers = sorted({point[2] for point in drawn} - set(BACKENDS))
-    settings: Any = {"svg.hashsalt": "moe", "svg.fonttype": "none", "font.size": 9}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(SETTINGS):
         figure, panels = plt.subplots(
             1, len(DTYPES), sharey=True, sharex=True, figsize=(11, 1.6 + 0.3 * len(cases)), layout="constrained"
         )
@@ -75,8 +79,20 @@ def draw(drawn: list[list[Any]], title: str) -> str:
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
         figure.suptitle(title)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        plt.close(figure)
-    svg = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
-    return svg.replace("<svg ", f"<!-- data: {digest(drawn)} -->\n<svg ", 1) + "\n"
+        return svg(figure, drawn)
+
+
+def svg(figure: Any, drawn: list[list[Any]]) -> str:
+    """SVG text of a figure made under SETTINGS, with the digest of what it shows; closes the figure."""
+    import matplotlib.pyplot as plt
+
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+    text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+    return text.replace("<svg ", f"<!-- data: {digest(drawn)} -->\n<svg ", 1) + "\n"
+
+
+def shows(path: Path, drawn: list[list[Any]]) -> bool:
+    """Whether the file is a picture of just this data."""
+    return path.exists() and f"data: {digest(drawn)}" in path.read_text(encoding="utf-8")

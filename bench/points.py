@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.cases import Case, Row
 from shared import planning, routing
-from shared.checks import ArgumentError
+from shared.checks import check_fields
 from shared.config import Config
 from shared.models import model
 from shared.problem import Problem, ScaleLayout
@@ -67,8 +67,5 @@ class Point:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Point:
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ArgumentError(f"point: got unknown fields {unknown}; allowed: {sorted(known)}")
+        check_fields("point", values, cls)
         return cls(**{**values, "config": Config.from_mapping(values["config"])})

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bench.terminal import print_table
 from shared.checks import ArgumentError
 
 MOST_TOKENS = 65536
@@ -215,8 +216,8 @@ def _judge(counters: Path | None, *, as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps(found | {"missed": misses}))
         return 1 if misses else 0
-    _table(cache_tables.point_lines(found))
-    _table(cache_tables.error_lines(found))
+    print_table(cache_tables.point_lines(found))
+    print_table(cache_tables.error_lines(found))
     typer.echo("\n".join(line for line in cache_tables.sentences(found) if line))
     return 1 if misses else 0
 
@@ -229,7 +230,7 @@ def _gpus(*, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(found))
     else:
-        _table(cache_tables.gpu_summary(found["rows"]))
+        print_table(cache_tables.gpu_summary(found["rows"]))
 
 
 def _print(found: dict[str, Any], *, as_json: bool) -> None:
@@ -258,21 +259,6 @@ def _print(found: dict[str, Any], *, as_json: bool) -> None:
         f"{first['tile_rows']} tile rows, {first['tiles']} tiles, thread blocks per multiprocessor: "
         f"{first['blocks_per_sm']}; tile {Config.from_mapping(found['config'])}"
     )
-    _table((headings, lines))
+    print_table((headings, lines))
     for note in found["notes"]:
         typer.echo(f"Note: {note}.")
-
-
-def _table(table: tuple[list[str], list[list[str]]]) -> None:
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-
-    headings, lines = table
-    drawn = Table()
-    for heading in headings:
-        drawn.add_column(heading)
-    for line in lines:
-        drawn.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 220).print(drawn)

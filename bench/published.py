@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 CONFIG = Config(block_m=16, block_n=32, block_k=64, num_warps=4, num_stages=4, swap_ab=False)
 """vLLM's default tile for small batches, which the article's kernel is derived from."""
+TOKENS = (2, 8, 64, 512)
+"""Batches of the article's example, from its first claim's on."""
 ROUNDS = 20
 
 

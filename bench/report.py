@@ -57,13 +57,13 @@ def rewrite(*, check: bool, documents: Sequence[Path] = DOCUMENTS, folder: Path 
     for gpu, found in by_gpu.items():
         path = folder / gpu / PICTURE
         drawn = picture.points(found)
-        if drawn and not (path.exists() and f"data: {picture.digest(drawn)}" in path.read_text(encoding="utf-8")):
+        if drawn and not picture.shows(path, drawn):
             changed.append(f"{path.parent.name}/{path.name}: shows other data than the committed results")
             if not check:
                 path.write_text(picture.draw(drawn, title=_title(found)), encoding="utf-8")
-        for name, (digest, draw) in evidence.pictures(folder / gpu).items():
+        for name, (shown, draw) in evidence.pictures(folder / gpu).items():
             path = folder / gpu / name
-            if not (path.exists() and f"data: {digest}" in path.read_text(encoding="utf-8")):
+            if not picture.shows(path, shown):
                 changed.append(f"{gpu}/{name}: shows other data than the committed results")
                 if not check:
                     path.write_text(draw(), encoding="utf-8")

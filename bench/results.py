@@ -51,17 +51,25 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.count = 0
-        path.parent.mkdir(parents=True, exist_ok=True)
         end_at_a_line(path)
 
     def write(self, kind: str, **values: Any) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, **values}, default=str) + "\n")
+        append(self.path, {"kind": kind, **values})
         self.count += kind not in ("run", "notice")
 
 
+def append(path: Path, value: dict[str, Any]) -> None:
+    """One JSON line behind what the file holds. The first one of a run comes after `end_at_a_line`."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value, default=str) + "\n")
+
+
 def end_at_a_line(path: Path) -> None:
-    """Take away the last line if it was cut off in the middle, as in a run that was killed: more lines will follow."""
+    """Take away the last line if it was cut off in the middle, as in a run that was killed: more lines will follow.
+
+    Makes the file's folder where there is none.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return
     content = path.read_bytes()
@@ -82,6 +90,16 @@ class UnusableFile(ValueError):
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a run; a last line that was cut off in the middle is left out. Raises UnusableFile."""
+    return json_lines(path, "kind")
+
+
+def by_id(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file whose lines have ids, read as `read` does; where an id stands twice, the last counts."""
+    return list({line["id"]: line for line in json_lines(path, "id")}.values())
+
+
+def json_lines(path: Path, needed: str) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, each with the field `needed`; the last line may be cut off in the middle."""
     lines = _text(path).splitlines()
     found = []
     for number, line in enumerate(lines):
@@ -91,8 +109,8 @@ def read(path: Path) -> list[dict[str, Any]]:
             if number < len(lines) - 1:
                 raise UnusableFile(f"{path}: line {number + 1} is not JSON ({error.msg})") from error
             continue
-        if not isinstance(value, dict) or "kind" not in value:
-            raise UnusableFile(f"{path}: line {number + 1} is not a result of this suite: it has no 'kind'")
+        if not isinstance(value, dict) or needed not in value:
+            raise UnusableFile(f"{path}: line {number + 1} is not a result of this suite: it has no '{needed}'")
         found.append(value)
     return found
 

@@ -9,7 +9,6 @@ that the hottest experts are the last that L2 has seen.
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import pairs
+from bench import pairs, results
 from bench.cases import Case, Row
 from shared import planning, routing
 from shared.models import model
@@ -61,6 +60,7 @@ def run(out: Path, device: Any, *, say: Callable[[str], None]) -> None:
     from bench import data as bench_data
     from bench.machine import versions
 
+    results.end_at_a_line(out)
     known = {row["id"] for row in read(out)} if out.exists() else set()
     cache: tuple[object, Any] | None = None
     for sequence in sequences():
@@ -73,9 +73,7 @@ def run(out: Path, device: Any, *, say: Callable[[str], None]) -> None:
         data = bench_data.rebatch(cache[1], sequence.case, route=f"zipf-{sequence.exponent}")
         found = measure(sequence, data, device)
         found |= {"gpu": device.gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d")}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
+        results.append(out, found)
         say(f"{sequence.id}: " + ", ".join(f"{b >> 20} MiB between: {_told(found, b)}" for b in BETWEEN))
 
 
@@ -153,8 +151,7 @@ def measure(sequence: Sequence, data: Any, device: Any) -> dict[str, Any]:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The sequences of a journal."""
-    rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return list({row["id"]: row for row in rows}.values())
+    return results.by_id(path)
 
 
 def compare(row: dict[str, Any], between: int, better: str, worse: str) -> pairs.Comparison:

@@ -19,7 +19,6 @@ from bench.machine import Device, versions
 from bench.results import Journal
 
 COMPILE_THREADS = 12
-PUBLISHED_TOKENS = (2, 8, 64, 512)
 WARMUP_ROUNDS = 3
 LOST = 7
 """Exit status of a run that a kernel ended by making the GPU unusable for its process."""

@@ -24,7 +24,7 @@ import typer
 
 from bench.cases import DEFAULT_DTYPES, Case, Row
 from bench.clock import CLOCKS, ClockError
-from bench.results import differences, end_at_a_line
+from bench.results import append, differences, end_at_a_line
 from shared.checks import ArgumentError, check_name
 from shared.config import REDUCTIONS, Config
 from shared.models import model
@@ -214,8 +214,7 @@ def run(arguments: argparse.Namespace) -> None:
         data = cache.get(row.case, row.dtype, layout)
         entry = tune_case(row, device, configs, data)
         entry |= {"gpu": device.gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d")}
-        with out.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        append(out, entry)
         best = entry["times"][0] if entry["times"] else None
         told = f"{best['us']:8.1f} us  {Config.from_mapping(best['config'])}" if best else f"none: {entry['failed']}"
         print(

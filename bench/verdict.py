@@ -5,8 +5,6 @@ A difference is called one where the 95 % interval of the paired ratio excludes 
 
 from __future__ import annotations
 
-import hashlib
-import io
 import itertools
 import json
 import math
@@ -16,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import locality, steps
+from bench import locality, picture, steps
 from bench.locality import Win
 from shared.config import Config
 from shared.models import models
@@ -448,7 +446,7 @@ def draw_heat(drawn: list[list[Any]], title: str) -> str:
 
     edges = [2.0**i for i in range(11)]
     block_ms = (16, 32, 64, 128)
-    with matplotlib.rc_context(_SETTINGS):
+    with matplotlib.rc_context(picture.SETTINGS):
         figure, panels = plt.subplots(1, len(DTYPES), sharey=True, figsize=(11, 2.9), layout="constrained")
         for panel, dtype in zip(panels, DTYPES, strict=True):
             grid = np.full((len(block_ms), len(edges)), np.nan)
@@ -469,7 +467,7 @@ def draw_heat(drawn: list[list[Any]], title: str) -> str:
         panels[0].set_ylabel("block_m")
         figure.colorbar(image, ax=panels, label="row ÷ column time", shrink=0.8)
         figure.suptitle(title)
-        return _svg(figure, drawn)
+        return picture.svg(figure, drawn)
 
 
 def byte_points(counted: Sequence[dict[str, Any]]) -> list[list[Any]]:
@@ -495,7 +493,7 @@ def draw_bytes(drawn: list[list[Any]], title: str) -> str:
 
     labels = list(dict.fromkeys(point[0] for point in drawn))
     colours = {"row": "#d55e00", "column": "#0072b2", "grouped": "#009e73"}
-    with matplotlib.rc_context(_SETTINGS):
+    with matplotlib.rc_context(picture.SETTINGS):
         figure, panel = plt.subplots(figsize=(11, 1.2 + 0.45 * len(labels)), layout="constrained")
         for number, (order, colour) in enumerate(colours.items()):
             mine = [(labels.index(p[0]), p[2] / p[3]) for p in drawn if p[1] == order]
@@ -509,25 +507,7 @@ def draw_bytes(drawn: list[list[Any]], title: str) -> str:
         panel.set_xlabel("DRAM bytes read ÷ bytes that had to be read")
         panel.legend(frameon=False)
         figure.suptitle(title)
-        return _svg(figure, drawn)
-
-
-_SETTINGS: Any = {"svg.hashsalt": "moe", "svg.fonttype": "none", "font.size": 9}
-
-
-def digest(drawn: list[list[Any]]) -> str:
-    """Says which data a picture shows, as renderings differ between matplotlib versions."""
-    return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:16]
-
-
-def _svg(figure: Any, drawn: list[list[Any]]) -> str:
-    import matplotlib.pyplot as plt
-
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    plt.close(figure)
-    svg = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
-    return svg.replace("<svg ", f"<!-- data: {digest(drawn)} -->\n<svg ", 1) + "\n"
+        return picture.svg(figure, drawn)
 
 
 # Files

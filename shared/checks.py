@@ -43,6 +43,13 @@ def check_name(argument: str, given: object, known: Iterable[str]) -> None:
     raise ArgumentError(f"{argument}: got {given!r}; known: {', '.join(known)}{hint}")
 
 
+def check_fields(argument: str, given: Iterable[str], kind: type) -> None:
+    """Raise ArgumentError unless all names that are given are fields of this dataclass."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    if unknown := sorted(set(given) - known):
+        raise ArgumentError(f"{argument}: got unknown fields {unknown}; allowed: {sorted(known)}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArraySpec:
     """Description of one array argument.

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shared.checks import ArgumentError, check_name
+from shared.checks import ArgumentError, check_fields, check_name
 
 REDUCTIONS = ("two-pass", "atomic", "atomic-fp32")
 
@@ -89,10 +89,7 @@ class Config:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Config:
         """Config from a mapping of field names; an unknown name is an ArgumentError, not ignored."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ArgumentError(f"config: got unknown fields {unknown}; allowed: {sorted(known)}")
+        check_fields("config", values, cls)
         return cls(**values)
 
     def replace(self, **changes: Any) -> Config:

@@ -242,7 +242,6 @@ def test_a_run_goes_on_behind_its_finished_cells(monkeypatch: pytest.MonkeyPatch
     first, second = out.read_text().splitlines()
     out.write_text(f"{first}\n{second[: len(second) // 2]}")
     assert [found["id"] for found in locality.read(out)] == [asked[0].id]
-    out.write_text(f"{first}\n")
     assert locality.run(out, device, seconds=600, say=said.append, rounds=2)
     found = locality.read(out)
     assert [entry["id"] for entry in found] == [one.id for one in asked]
