@@ -144,7 +144,7 @@ def _moe_gemm(
         "topk_weight_ptr": tile_rows if topk_weight is None else topk_weight,
     }
     y_type = jax.ShapeDtypeStruct((problem.tokens, problem.top_k, problem.n), x.dtype)
-    reduction = triton_launch.reduction(problem, config)
+    reduction = config.reduction_of(problem.k)
     out: Any = y_type
     if reduction in ("two-pass", "atomic-fp32"):
         out = jax.ShapeDtypeStruct(triton_launch.sums_shape(problem, config), jnp.float32)

@@ -73,7 +73,7 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
     """One output tile, or one part of K of it. `ref` holds the refs of `_operands` by name, and "y" (`_output`)."""
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     n_size, k_size, slots = problem.n, problem.k, problem.slots
-    parts, how = config.parts(k_size), _reduction(problem, config)
+    parts, how = config.parts(k_size), config.reduction_of(problem.k)
     sums_only = how in ("two-pass", "atomic-fp32")  # scaled once they are added
 
     # Locate tile
@@ -199,14 +199,9 @@ def _load(ref: Any, index: tuple[jax.Array, ...], shape: tuple[int, ...], mask: 
     return plt.load(ref.at[index], mask=mask, other=other)
 
 
-def _reduction(problem: Problem, config: Config) -> str:
-    """How parts of K become y: config.reduction, or "none" where there is one part."""
-    return config.reduction if config.parts(problem.k) > 1 else "none"
-
-
 def _output(problem: Problem, config: Config) -> jax.ShapeDtypeStruct:
     """What the GEMM kernel writes: y (S, N), or float32 sums (parts, S, N) or (1, S, N)."""
-    how = _reduction(problem, config)
+    how = config.reduction_of(problem.k)
     if how in ("none", "atomic"):
         return jax.ShapeDtypeStruct((problem.slots, problem.n), jnp.dtype(problem.activation))
     parts = config.parts(problem.k) if how == "two-pass" else 1
@@ -291,7 +286,7 @@ def _moe_gemm(
     }
     values = {**planned._asdict(), **scales, "x": x, "w": w}
     arrays = {name: values[name] for name in _operands(problem, order, config)}
-    how, output = _reduction(problem, config), _output(problem, config)
+    how, output = config.reduction_of(problem.k), _output(problem, config)
     before = None if fill is None else jnp.full(output.shape, fill, output.dtype)
     if how in ("atomic", "atomic-fp32"):
         before = zeros(output, before, interpret)
@@ -338,7 +333,7 @@ def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
     from backends.xla_compile import compile_kernel
 
     operands = _operands(problem, order, config)
-    if _reduction(problem, config) in ("atomic", "atomic-fp32"):
+    if config.reduction_of(problem.k) in ("atomic", "atomic-fp32"):
         operands["y_before"] = _output(problem, config)
 
     def launch(*arrays: jax.Array) -> jax.Array:

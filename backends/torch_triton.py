@@ -92,7 +92,7 @@ def moe_gemm(
         tile_rows if x_scale is None else x_scale,
         tile_rows if topk_weight is None else topk_weight.contiguous(),
     )
-    reduction = triton_launch.reduction(problem, config)
+    reduction = config.reduction_of(problem.k)
     sums = y
     if reduction in ("two-pass", "atomic-fp32"):
         sums = _buffer(triton_launch.sums_shape(problem, config), torch.float32, device, fill)

@@ -89,13 +89,8 @@ def gemm_constants(
         "GROUP_M": config.group_m,
         "SWAP_AB": config.swap_ab,
         "PARTS": config.parts(problem.k),
-        "REDUCTION": reduction(problem, config),
+        "REDUCTION": config.reduction_of(problem.k),
     }
-
-
-def reduction(problem: Problem, config: Config) -> str:
-    """How parts of K become y: config.reduction, or "none" where there is one part."""
-    return config.reduction if config.parts(problem.k) > 1 else "none"
 
 
 def sums_shape(problem: Problem, config: Config) -> tuple[int, int, int]:
@@ -179,7 +174,9 @@ def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
         "tile_expert_ptr": "*i32",
         "tile_rows_ptr": "*i32",
         "tile_span_ptr": "*i32",
-        "y_ptr": "*fp32" if reduction(problem, config) in ("two-pass", "atomic-fp32") else pointer[problem.activation],
+        "y_ptr": "*fp32"
+        if config.reduction_of(problem.k) in ("two-pass", "atomic-fp32")
+        else pointer[problem.activation],
         "slots": "i32",
         **dict.fromkeys(constants, "constexpr"),
     }

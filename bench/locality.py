@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
@@ -347,9 +348,15 @@ def _by_config(cell: dict[str, Any], order: str) -> dict[Config, dict[str, Any]]
 
 
 def _win(better: str, worse: str, a: dict[str, Any], b: dict[str, Any], rounds: slice = slice(None)) -> Win:
-    found = pairs.judge(np.array(a["samples_us"][rounds]), np.array(b["samples_us"][rounds]))
+    found = _judged(tuple(a["samples_us"][rounds]), tuple(b["samples_us"][rounds]))
     configs = (Config.from_mapping(a["config"]), Config.from_mapping(b["config"]))
     return Win(better, worse, found.ratio, found.low, found.high, *configs, tile_rows=a["tile_rows"])
+
+
+@functools.cache
+def _judged(a: tuple[float, ...], b: tuple[float, ...]) -> pairs.Comparison:
+    """Several sentences and tables ask for the same comparison, and its bootstrap takes milliseconds."""
+    return pairs.judge(np.array(a), np.array(b))
 
 
 def told(cell: dict[str, Any]) -> str:

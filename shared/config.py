@@ -110,6 +110,10 @@ class Config:
         steps = -(-k // self.block_k)
         return -(-steps // self.k_steps_per_split(k))
 
+    def reduction_of(self, k: int) -> str:
+        """How parts of K become y: `reduction`, or "none" where there is one part."""
+        return self.reduction if self.parts(k) > 1 else "none"
+
     def rounded_parts(self, k: int) -> int:
         """Parts that are rounded to y's dtype and added in it; 1 where the sum is rounded once."""
         return self.parts(k) if self.reduction == "atomic" else 1
