@@ -5,11 +5,12 @@ Each block takes a GPU's folder of committed results and the merged results of i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import article, tables, verdict
+from bench import article, matrix_unit, tables, verdict
 
 Found = dict[str, Any]
 NOT_MEASURED = "Not measured yet."
@@ -52,6 +53,11 @@ def _environment(folder: Path, found: Found) -> str:
     )
 
 
+def _one_sign(folder: Path, found: Found) -> str:
+    path = folder / "matrix-unit.json"
+    return matrix_unit.sentence(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else NOT_MEASURED
+
+
 def _picture(name: str, alternative: str) -> Callable[[Path, Found], str]:
     def block(folder: Path, found: Found) -> str:
         return f"![{alternative}](../bench/results/{folder.name}/{name})" if (folder / name).exists() else NOT_MEASURED
@@ -75,6 +81,7 @@ BLOCKS: dict[str, Callable[[Path, Found], str]] = {
     "split-k": _cells_table(verdict.split_table),
     "steps": _steps,
     "article": _article,
+    "one-sign": _one_sign,
 }
 
 

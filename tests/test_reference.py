@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import backends
-from bench import results
+from bench import matrix_unit, results
 from shared import fp8
 from shared.problem import Problem
 from shared.reference import accumulate_fp8, accumulate_fp16, accumulation_error, relative_error, rounding_error
@@ -80,14 +80,11 @@ MATRIX_UNIT = json.loads((results.RESULTS / "h200" / "matrix-unit.json").read_te
 """What was read off the matrix unit of one NVIDIA H200, beside which the models of it are held."""
 
 
-@pytest.mark.parametrize("k", [1024, 2048, 4096, 7168])
+@pytest.mark.parametrize("k", matrix_unit.DEPTHS)
 def test_sums_of_one_sign_lose_what_the_model_says(k: int) -> None:
     """Where all products have one sign, nothing averages out: the FP8 unit loses 1 % at K = 1024 and 11 % at 7168."""
-    rng = np.random.default_rng(k)
-    w, scale = fp8.quantise_channel(rng.standard_normal((1, 256, k)).astype(np.float32))
-    x = (w.astype(np.float32) * scale[..., None])[0, :64].astype(ml_dtypes.bfloat16)
-    q, _ = fp8.quantise_token(x)
-    a, b = q.astype(np.float64), w[0, :64].astype(np.float64)
+    data = matrix_unit.one_sign(k)
+    a, b = data["q"].astype(np.float64), data["w"][0, : matrix_unit.TOKENS].astype(np.float64)
     exact, model = (a * b).sum(axis=1), np.diag(accumulate_fp8(a, b))
     predicted = float((model / exact - 1).mean())
     measured = {row["backend"]: row["measured"] for row in MATRIX_UNIT["one_sign"]["rows"] if row["k"] == k}
