@@ -89,6 +89,7 @@ def other_points() -> list[Point]:
 def groups() -> list[Group]:
     """Every group, in the order in which counters are read."""
     fp8 = ("fp8-w8a8",)
+    w8a16 = ("fp8-w8a16",)
     both = ("fp16", "fp8-w8a8")
     return [
         Group("mixtral fp16, small tiles", True, tuple(_points("mixtral-8x7b", (2, 64, 128, 512), ((16, 128),)))),
@@ -140,4 +141,62 @@ def groups() -> list[Group]:
         Group("gpt-oss", False, tuple(_points("gpt-oss-120b", (512,), ((16, 128), (64, 128))))),
         Group("olmoe", False, tuple(_points("olmoe-1b-7b", (512,), ((16, 128),), dtypes=both))),
         Group("mixtral-8x22b", False, tuple(_points("mixtral-8x22b", (256,), ((16, 128), (64, 128)), dtypes=fp8))),
+        # Weights that are widened, and one stream of weights for many tile rows.
+        Group(
+            "mixtral w8a16, other batches",
+            True,
+            tuple(_points("mixtral-8x7b", (64, 256, 1024), ((16, 128), (64, 128)), dtypes=w8a16)),
+        ),
+        Group("qwen3 w8a16", True, tuple(_points("qwen3-30b-a3b", (512, 2048), ((16, 128), (64, 128)), dtypes=w8a16))),
+        Group(
+            "mixtral TP4 w8a8, other batches",
+            True,
+            tuple(_points("mixtral-8x7b", (256, 1024), ((16, 128), (64, 128)), dtypes=fp8, tp=4)),
+        ),
+        Group(
+            "mixtral skewed, other batches",
+            True,
+            tuple(
+                _points(
+                    "mixtral-8x7b",
+                    (256,),
+                    ((16, 128), (64, 128)),
+                    dtypes=("fp16", "fp8-w8a8"),
+                    routings=("zipf-2.0", "one-expert"),
+                )
+            ),
+        ),
+        Group(
+            "mixtral TP4 w8a8, larger tiles",
+            False,
+            tuple(_points("mixtral-8x7b", (128, 512), ((32, 128), (64, 128)), dtypes=fp8, tp=4)),
+        ),
+        Group(
+            "mixtral w8a16, larger tiles",
+            False,
+            tuple(_points("mixtral-8x7b", (512,), ((32, 128), (64, 128)), dtypes=w8a16, orders=GRID_ORDERS)),
+        ),
+        Group(
+            "mixtral down w8a16",
+            False,
+            tuple(_points("mixtral-8x7b", (512,), ((16, 128), (64, 128)), dtypes=w8a16, gemm="down")),
+        ),
+        Group(
+            "mixtral one expert",
+            False,
+            tuple(
+                _points(
+                    "mixtral-8x7b",
+                    (128,),
+                    ((16, 128), (64, 128)),
+                    dtypes=("fp16", "fp8-w8a8", "fp8-w8a16"),
+                    routings=("one-expert",),
+                )
+            ),
+        ),
+        Group(
+            "deepseek down",
+            False,
+            tuple(_points("deepseek-v3", (1024,), ((16, 128),), dtypes=("fp16", "fp8-w8a8"), gemm="down")),
+        ),
     ]

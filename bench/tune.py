@@ -36,11 +36,14 @@ COMPILE_THREADS = 12
 FEW_TILES = 132
 """Below so many tiles of 64 channels, multiprocessors of an H200 would stand idle: narrower tiles are tried too."""
 CASES = (
-    ("mixtral-8x7b", "gate-up", (1, 8, 64, 256, 512)),
-    ("qwen3-30b-a3b", "gate-up", (1, 8, 32, 64, 512)),
-    ("deepseek-v3", "gate-up", (1, 8, 32, 64, 128)),
-    ("gpt-oss-120b", "gate-up", (8, 64)),
-    ("mixtral-8x7b", "down", (8,)),
+    ("mixtral-8x7b", "gate-up", (1, 8, 32, 64, 128, 256, 512)),
+    ("qwen3-30b-a3b", "gate-up", (1, 8, 32, 64, 256, 512)),
+    ("deepseek-v3", "gate-up", (1, 8, 32, 64, 128, 512)),
+    ("gpt-oss-120b", "gate-up", (1, 8, 64, 256, 512)),
+    ("mixtral-8x7b", "down", (1, 8, 64, 256, 512)),
+    ("qwen3-30b-a3b", "down", (1, 8, 64, 512)),
+    ("deepseek-v3", "down", (1, 8, 64, 512)),
+    ("gpt-oss-120b", "down", (1, 8, 64, 512)),
 )
 
 
