@@ -94,14 +94,21 @@ class Variant:
 
     def to_json(self, tool: str) -> dict[str, Any]:
         """What a child needs. Output is filled with NaN first, so that an unwritten element shows; not for initcheck,
-        which would take it for written."""
+        which would take it for written.
+
+        initcheck does not see what TMA writes (the control in `run` shows it), and would report every read of what
+        pallas-mosaic stored: there, zeros are written first. Inputs and what lies in between are watched all the same.
+        """
+        fill: float | None = float("nan")
+        if tool == "initcheck":
+            fill = 0.0 if self.backend == "pallas-mosaic" else None
         return {
             "backend": self.backend,
             "order": self.order,
             "problem": dataclasses.asdict(self.problem),
             "config": dataclasses.asdict(self.config),
             "ids": SHAPES[self.shape].ids,
-            "fill": None if tool == "initcheck" else float("nan"),
+            "fill": fill,
         }
 
 

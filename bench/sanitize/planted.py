@@ -60,6 +60,9 @@ def run(name: str) -> None:
     if name == "planted_triton_overrun":
         _run_in_jax()
         return
+    if name == "control_bulk_store":
+        _store_in_bulk()
+        return
     import torch
 
     kernel = torch.cuda._compile_kernel(SOURCE, name)  # NVRTC, which PyTorch brings along: no nvcc needed
@@ -88,3 +91,25 @@ def _run_in_jax() -> None:
         distance=1 << 22,
     )
     jax.block_until_ready(out)
+
+
+def _store_in_bulk() -> None:
+    """Nothing is wrong here: TMA writes every element of an array, then a kernel of XLA's reads it."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def body(source, target, buffer, filled):
+        plgpu.copy_gmem_to_smem(source, buffer, filled)
+        plgpu.barrier_wait(filled)
+        plgpu.copy_smem_to_gmem(buffer, target)
+        plgpu.wait_smem_to_gmem(0)
+
+    shape = (64, 64)
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
+        scratch_types=[plgpu.SMEM(shape, jnp.float32), plgpu.Barrier()],
+        kernel_name="control_bulk_store",
+    )
+    jax.block_until_ready(jnp.sum(kernel(jnp.ones(shape, jnp.float32))))

@@ -33,6 +33,9 @@ def text(report: dict[str, Any]) -> str:
         return "\n".join(
             [*lines, "A planted fault was missed, so a clean result would mean nothing: nothing else was run."]
         )
+    for control in report.get("controls", []):
+        seen = "reported though nothing is wrong" if control["reported"] else "not reported"
+        lines.append(f"  {control['tool']:<10} {control['what']}: {seen}")
     names = [name for name in BACKENDS if any(r["backend"] == name for r in report["results"])]
     lines.append(f"{'':<12}" + "".join(f"{name:<28}" for name in names))
     for tool in TOOLS:

@@ -39,6 +39,9 @@ PLANTS = (
     Plant("synccheck", "planted_barrier", "a block's barrier that half of a warp passes by", r"Barrier error detected"),
 )
 
+BULK_STORE = Plant("initcheck", "control_bulk_store", "memory that TMA wrote, read", r"Uninitialized __global__")
+"""No fault. Where it is reported, the tool does not see what bulk copies write (`matrix.Variant.to_json`)."""
+
 
 @dataclasses.dataclass
 class Result:
@@ -125,28 +128,31 @@ def check_plants(launch: Launch, tools: Sequence[str], jobs: int, seconds: float
     caught: the finding that was made, or None; in_place: whether it appeared between the plant's own lines.
     """
 
-    def one(plant: Plant) -> dict[str, Any]:
-        names = [("before", "planted_nothing"), (plant.id, plant.kernel), ("after", "planted_nothing")]
-        text, code = launch(plant.tool, names, seconds)
-        output = parse(text)
-        everything = [(name, finding) for name, findings in output.findings.items() for finding in findings]
-        right = [(name, finding) for name, finding in everything if re.search(plant.found, finding.what)]
-        caught = right[0] if right else None
-        reason = None
-        if caught is None:
-            lines = [line for line in text.strip().splitlines() if not line.startswith("@@begin")]
-            reason = f"exit status {code}; {' | '.join(lines[-4:])[:600] or 'no output'}"
-        return {
-            "tool": plant.tool,
-            "kernel": plant.kernel,
-            "what": plant.what,
-            "caught": None if caught is None else str(caught[1]),
-            "in_place": caught is not None and all(name == plant.id for name, _ in right),
-            "reason": reason,
-        }
-
     with _pool(launch, jobs) as pool:
-        return list(pool.map(one, [plant for plant in PLANTS if plant.tool in tools]))
+        chosen = [plant for plant in PLANTS if plant.tool in tools]
+        return list(pool.map(lambda plant: check_plant(launch, plant, seconds), chosen))
+
+
+def check_plant(launch: Launch, plant: Plant, seconds: float) -> dict[str, Any]:
+    """One row of `check_plants`."""
+    names = [("before", "planted_nothing"), (plant.id, plant.kernel), ("after", "planted_nothing")]
+    text, code = launch(plant.tool, names, seconds)
+    output = parse(text)
+    everything = [(name, finding) for name, findings in output.findings.items() for finding in findings]
+    right = [(name, finding) for name, finding in everything if re.search(plant.found, finding.what)]
+    caught = right[0] if right else None
+    reason = None
+    if caught is None:
+        lines = [line for line in text.strip().splitlines() if not line.startswith("@@begin")]
+        reason = f"exit status {code}; {' | '.join(lines[-4:])[:600] or 'no output'}"
+    return {
+        "tool": plant.tool,
+        "kernel": plant.kernel,
+        "what": plant.what,
+        "caught": None if caught is None else str(caught[1]),
+        "in_place": caught is not None and all(name == plant.id for name, _ in right),
+        "reason": reason,
+    }
 
 
 @contextlib.contextmanager
@@ -185,6 +191,10 @@ def run(
             f"-k: got {keyword!r}, which no variant matches; an id: memcheck/{variants(BACKENDS[0])[0].id}"
         )
     report: dict[str, Any] = {"plants": check_plants(launch, tools, jobs, seconds), "results": [], "complete": False}
+    if any(v.backend == "pallas-mosaic" for v in chosen.get("initcheck", [])):
+        control = check_plant(launch, BULK_STORE, seconds)
+        report["controls"] = [{name: control[name] for name in ("tool", "kernel", "what")}]
+        report["controls"][0]["reported"] = control["caught"]
     keep(report)
     for plant in report["plants"]:
         say(f"{plant['tool']:<10} planted fault ({plant['what']}): {'caught' if plant['caught'] else 'MISSED'}")

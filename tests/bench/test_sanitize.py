@@ -153,7 +153,25 @@ def test_what_a_backend_refuses_is_no_fault() -> None:
     asked["config"]["swap_ab"] = False
     assert child.run(asked, interpret=True)["status"] == "refused"
     assert math.isnan(asked["fill"])
-    assert variant.to_json("initcheck")["fill"] is None
+
+
+def test_what_initcheck_is_given() -> None:
+    """NaN would pass for written; TMA's stores, which initcheck does not see, would not."""
+    mosaic, triton = (
+        matrix.Variant(backend, "ragged", "fp16", "channel", "column") for backend in ("pallas-mosaic", "torch-triton")
+    )
+    assert mosaic.to_json("initcheck")["fill"] == 0
+    assert triton.to_json("initcheck")["fill"] is None
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_the_report_says_whether_initcheck_sees_bulk_stores(seen: bool) -> None:
+    blind = Fake(finds=lambda name: name.split("/")[1] if "planted" in name or (seen and "control" in name) else None)
+    found, _ = go(blind, tools=["initcheck"], backends=["pallas-mosaic"], keyword="ragged and fp16 and row")
+    assert bool(found["controls"][0]["reported"]) == seen
+    assert ("memory that TMA wrote, read: reported though nothing is wrong" in report.text(found)) == seen
+    assert report.passed(found)
+    assert "controls" not in go(Fake(), tools=["memcheck"])[0]
 
 
 def test_all_clean() -> None:
