@@ -59,6 +59,9 @@ SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one thread block can have on Hopper."""
 SHARED_MEMORY_PER_SM = 228 * 1024
 """Bytes of shared memory that the thread blocks of one SM have together, 1 KiB of each taken by the system."""
+FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
+"""Registers of a thread where three warp-groups share an SM's: the one that fetches needs few, those that multiply get
+what it gives up."""
 INTERPRETER_BLOCKS = 3
 """Thread blocks in the interpreter: enough that tiles are shared out unevenly, few enough to be quick."""
 SWIZZLES = (128, 64, 32)
@@ -104,8 +107,10 @@ def unsupported(problem: Problem, config: Config) -> str | None:
     """None where problem and config can be honoured; else the reason, with what is allowed."""
     if not config.swap_ab:
         return "config.swap_ab: got False; allowed: True (the weights are always wgmma's left operand here)"
-    if config.num_warps != 4:
-        return f"config.num_warps: got {config.num_warps}; allowed: 4 (one warp-group per thread block)"
+    if config.num_warps not in (4, 8):
+        return f"config.num_warps: got {config.num_warps}; allowed: 4, 8 (warp-groups of four warps that multiply)"
+    if config.block_n < 16 * config.num_warps:
+        return f"config.block_n: got {config.block_n}; allowed: {16 * config.num_warps} or more with that num_warps"
     if not 64 <= config.block_n <= 256:
         return f"config.block_n: got {config.block_n}; allowed: 64, 128, 256 (wgmma's 64 rows; a TMA box's 256)"
     if config.block_m > 256:
@@ -114,7 +119,7 @@ def unsupported(problem: Problem, config: Config) -> str | None:
         return "config.num_stages: got 1; allowed: 2 or more (one stage is read while another is filled)"
     if config.block_k * problem.w_itemsize < 32:
         return f"config.block_k: got {config.block_k}; allowed: {32 // problem.w_itemsize} or more (one wgmma's depth)"
-    accumulator = config.block_n * config.block_m // 128
+    accumulator = _accumulator_registers(config)
     if accumulator > 128:
         return f"config {config} needs {accumulator} accumulator registers a thread; allowed: 128 (128x128)"
     if problem.dtype == "fp8-w8a16" and config.block_n * config.block_k > 2**15:
@@ -141,12 +146,20 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 def blocks_per_sm(problem: Problem, config: Config) -> int:
-    """2 where two thread blocks fit the SM's shared memory, else 1; num_stages decides.
+    """2 where two thread blocks fit an SM's shared memory and registers, else 1; num_stages decides.
 
-    Two hide each other's latencies: one widens weights or stores its tile while the other multiplies. They have
-    registers enough: two blocks of 128 threads with the most a thread can have, 255.
+    Two hide each other's latencies: one widens weights or stores its tile while the other multiplies. Their 512 threads
+    have 128 registers each.
     """
-    return 2 if 2 * (shared_bytes(problem, config) + 1024) <= SHARED_MEMORY_PER_SM else 1
+    fit = 2 * (shared_bytes(problem, config) + 1024) <= SHARED_MEMORY_PER_SM
+    widened = config.block_n * config.block_k // 256 if problem.dtype == "fp8-w8a16" else 0
+    few_registers = config.num_warps == 4 and _accumulator_registers(config) + widened <= 96
+    return 2 if fit and few_registers else 1
+
+
+def _accumulator_registers(config: Config) -> int:
+    """Of a thread of the warp-groups that multiply."""
+    return config.block_n * config.block_m // (32 * config.num_warps)
 
 
 def moe_gemm(
@@ -210,7 +223,9 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     """
     block_n, block_k, stages = config.block_n, config.block_k, config.num_stages
     height = tile_height(problem, config)
-    heights = [height] if reads_all_tokens(problem) else _doubling(8, height)
+    heights = [height] if reads_all_tokens(problem) else _heights(height)
+    groups = warp_groups(config)
+    group_n = block_n // groups
     k_steps = ceil_div(problem.k, block_k)
     tile_cols = problem.tile_cols(block_n)
     parts, steps_per_part = config.parts(problem.k), config.k_steps_per_split(problem.k)
@@ -222,11 +237,12 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     block_scaled = problem.scale_layout == "block"
     widens = problem.dtype == "fp8-w8a16"
 
-    def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled, wide_smem=None):
+    def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled, freed, wide_smem=None):
         x_gmem, row_scale_gmem, slot_gmem, expert_gmem, rows_gmem, span_gmem, w_gmem, w_scale_gmem = inputs
         tile_rows = rows_gmem[rows_gmem.shape[0] - 1]
         tiles = tile_rows * tile_cols
         block = lax.axis_index("block")
+        group = lax.axis_index("group")
         my_tiles = lax.div(tiles * parts - block + (blocks - 1), jnp.int32(blocks))
 
         # Locate tile
@@ -241,9 +257,22 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 needed += (slot_gmem[row * height + h] < problem.slots).astype(jnp.int32)
             return Tile(row, col, part, expert_gmem[row], needed)
 
-        def rows_of_slots(tile: Tile, copy: Callable[[int], None]) -> None:
-            """copy(h) for the least of `heights` that has all slots of the tile: what lies below them is padding."""
-            lax.switch(tile.height, [functools.partial(copy, h) for h in heights])
+        def for_each_tile(work: Callable[[Tile, jax.Array], jax.Array]) -> None:
+            """stage = work(tile, stage) for my tiles in turn. The next one is looked up before the work on this one, so
+            that nobody waits for it."""
+
+            def one(i, carry):
+                tile, stage = carry
+                following = locate(jnp.minimum(i + 1, my_tiles - 1))
+                return following, work(tile, stage)
+
+            @pl.when(my_tiles > 0)
+            def _():
+                lax.fori_loop(0, my_tiles, one, (locate(jnp.int32(0)), jnp.int32(0)))
+
+        def with_height(tile: Tile, do: Callable[[int], jax.Array | None]):
+            """do(h) for the least of `heights` that has all slots of the tile: what lies below them is padding."""
+            return lax.switch(tile.height, [functools.partial(do, h) for h in heights])
 
         def x_row(tile: Tile) -> jax.Array | int:
             return 0 if slot_gmem is None else tile.row * height
@@ -255,109 +284,124 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             return jnp.minimum(steps_per_part, k_steps - first_step(tile)) if parts > 1 else k_steps
 
         # Gather rows (of the matrix that XLA gathered: TMA reads equally strided rows)
-        def fetch(stage, ahead):
-            """Fill `stage` with the K step that `ahead` names: (i, step, my i-th tile). Returns the next one."""
-            i, step, tile = ahead
-            k_slice = pl.ds((first_step(tile) + step) * block_k, block_k)
-            columns = pl.ds(tile.col * block_n, block_n)
+        def fetch_tile(tile, stage):
+            """Fill one stage after another with the K steps of a tile, each as soon as it is free."""
 
-            def copy_x(h: int) -> None:
-                source = x_gmem.at[pl.ds(x_row(tile), h), k_slice]
-                plgpu.copy_gmem_to_smem(source, x_smem.at[stage, pl.ds(0, h)], filled.at[stage])
+            def step(s, stage):
+                k_slice = pl.ds((first_step(tile) + s) * block_k, block_k)
+                columns = pl.ds(tile.col * block_n, block_n)
+                plgpu.barrier_wait(freed.at[stage])
 
-            rows_of_slots(tile, copy_x)
-            plgpu.copy_gmem_to_smem(w_gmem.at[tile.expert, columns, k_slice], w_smem.at[stage], filled.at[stage])
+                def copy_x(h: int) -> None:
+                    source = x_gmem.at[pl.ds(x_row(tile), h), k_slice]
+                    plgpu.copy_gmem_to_smem(source, x_smem.at[stage, pl.ds(0, h)], filled.at[stage])
 
-            def next_tile():
-                return i + 1, jnp.int32(0), lax.cond(i + 1 < my_tiles, lambda: locate(i + 1), lambda: tile)
+                with_height(tile, copy_x)
+                plgpu.copy_gmem_to_smem(w_gmem.at[tile.expert, columns, k_slice], w_smem.at[stage], filled.at[stage])
+                return _next_stage(stage, stages)
 
-            return lax.cond(step + 1 < steps_of(tile), lambda: (i, step + 1, tile), next_tile)
+            return lax.fori_loop(0, steps_of(tile), step, stage)
 
-        def fetch_if_any(stage, ahead):
-            return lax.cond(ahead[0] < my_tiles, lambda: fetch(stage, ahead), lambda: ahead)
-
-        def multiply(acc, stage):
+        def multiply(acc, stage, h):
+            """acc (group_n, h) += this warp-group's rows of the weights times the tile's rows of x, one K step."""
             plgpu.barrier_wait(filled.at[stage])
-            weights = w_smem.at[stage]
+            mine = pl.ds(group * group_n, group_n)
+            weights = w_smem.at[stage, mine]
             if widens:
-                weights = w_smem[stage].astype(jnp.float16)  # in registers, from where wgmma can read its left operand
+                weights = w_smem[stage, mine].astype(jnp.float16)  # in registers, where wgmma can read its left operand
                 if wide_smem is not None:
-                    wide_smem[...] = weights
+                    wide_smem[group] = weights
                     plgpu.commit_smem()
-                    weights = wide_smem
-            plgpu.wgmma(acc, weights, x_smem.at[stage].transpose((1, 0)))
+                    weights = wide_smem.at[group]
+            plgpu.wgmma(acc, weights, x_smem.at[stage, pl.ds(0, h)].transpose((1, 0)))
 
         # Stream K
-        def stream(acc, i, tile, state):
-            def step(s, state):
-                stage, previous, ahead = state
-                multiply(acc, stage)
+        def stream(acc, tile, stage, h):
+            def step(s, carry):
+                stage, previous = carry
+                multiply(acc, stage, h)
                 if widens:
                     plgpu.wgmma_wait(0)  # the registers with the weights are about to be overwritten
-                    ahead = fetch_if_any(stage, ahead)
+                    plgpu.barrier_arrive(freed.at[stage])
                 else:
                     plgpu.wgmma_wait(1)  # the previous step's are done: its stage is free. There is none in the first.
-                    ahead = lax.cond(i + s > 0, lambda: fetch_if_any(previous, ahead), lambda: ahead)
-                return _next_stage(stage, stages), stage, ahead
 
-            state = lax.fori_loop(0, steps_of(tile), step, state)
-            return acc[...], state
+                    @pl.when(s > 0)
+                    def _():
+                        plgpu.barrier_arrive(freed.at[previous])
 
-        def stream_block_scaled(tile, state):
+                return _next_stage(stage, stages), stage
+
+            stage, last = lax.fori_loop(0, steps_of(tile), step, (stage, stage))
+            total = acc[...]
+            if not widens:
+                plgpu.barrier_arrive(freed.at[last])
+            return total, stage
+
+        def stream_block_scaled(tile, stage, h):
             """Sums of one 128-wide block of K are scaled and added in float32 outside the matrix instruction."""
 
             def step(s, carry):
-                total, (stage, _, ahead) = carry
-                n, k = tile.col * block_n, (first_step(tile) + s) * block_k
+                total, stage = carry
+                n, k = tile.col * block_n + group * group_n, (first_step(tile) + s) * block_k
                 scale = w_scale_gmem[tile.expert, lax.div(n, SCALE_BLOCK), lax.div(k, SCALE_BLOCK)]
 
                 def partial_sum(acc):
-                    multiply(acc, stage)
+                    multiply(acc, stage, h)
                     return acc[...]
 
-                total += pl.run_scoped(partial_sum, plgpu.ACC((block_n, height))) * scale
-                return total, (_next_stage(stage, stages), stage, fetch_if_any(stage, ahead))
+                total += pl.run_scoped(partial_sum, plgpu.ACC((group_n, h))) * scale
+                plgpu.barrier_arrive(freed.at[stage])
+                return total, _next_stage(stage, stages)
 
-            zeros = plgpu.layout_cast(jnp.zeros((block_n, height), jnp.float32), plgpu.Layout.WGMMA)
-            return lax.fori_loop(0, steps_of(tile), step, (zeros, state))
+            zeros = plgpu.layout_cast(jnp.zeros((group_n, h), jnp.float32), plgpu.Layout.WGMMA)
+            return lax.fori_loop(0, steps_of(tile), step, (zeros, stage))
 
-        def compute_tile(i, state):
-            tile = locate(i)
-            columns = pl.ds(tile.col * block_n, block_n)
+        def compute_tile(tile, stage):
+            return with_height(tile, lambda h: compute_rows(tile, stage, h))
+
+        def compute_rows(tile, stage, h):
+            columns = pl.ds(tile.col * block_n + group * group_n, group_n)
             if block_scaled:
-                total, state = stream_block_scaled(tile, state)
+                total, stage = stream_block_scaled(tile, stage, h)
             else:
-                accumulator = plgpu.ACC((block_n, height))
-                total, state = pl.run_scoped(lambda acc: stream(acc, i, tile, state), accumulator)
+                total, stage = pl.run_scoped(lambda acc: stream(acc, tile, stage, h), plgpu.ACC((group_n, h)))
 
             # Scale
             if w_scale_gmem is not None and not block_scaled:
                 scale = _load_vector(w_scale_gmem.at[tile.expert, columns], plgpu.Layout.WGMMA.reduce(1))
-                total *= lax.broadcast_in_dim(scale, (block_n, height), (0,))
+                total *= lax.broadcast_in_dim(scale, (group_n, h), (0,))
             if row_scale_gmem is not None:
-                scale = _load_vector(row_scale_gmem.at[pl.ds(x_row(tile), height)], plgpu.Layout.WGMMA.reduce(0))
-                total *= lax.broadcast_in_dim(scale, (block_n, height), (1,))
+                scale = _load_vector(row_scale_gmem.at[pl.ds(x_row(tile), h)], plgpu.Layout.WGMMA.reduce(0))
+                total *= lax.broadcast_in_dim(scale, (group_n, h), (1,))
 
             # Store
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left y_smem
             if y_dtype == jnp.float32:  # two-byte values are transposed by the instruction that stores them
                 total = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
-            y_smem.transpose((1, 0))[...] = total.astype(y_dtype)
+            y_tile = y_smem.at[group, pl.ds(0, h)]
+            y_tile.transpose((1, 0))[...] = total.astype(y_dtype)
             plgpu.commit_smem()
+            window = pl.ds(tile.row * height, h), columns
+            target = y_gmem.at[tile.part, *window] if apart else y_gmem.at[*window]
+            plgpu.copy_smem_to_gmem(y_tile, target, reduction_op=None if apart else store_op)
+            return stage
 
-            def copy_y(h: int) -> None:
-                window = pl.ds(tile.row * height, h), columns
-                target = y_gmem.at[tile.part, *window] if apart else y_gmem.at[*window]
-                plgpu.copy_smem_to_gmem(y_smem.at[pl.ds(0, h)], target, reduction_op=None if apart else store_op)
-
-            rows_of_slots(tile, copy_y)
-            return state
-
-        @pl.when(my_tiles > 0)
+        @pl.when(group == groups)
         def _():
-            ahead = jnp.int32(0), jnp.int32(0), locate(jnp.int32(0))
-            ahead = lax.fori_loop(0, stages, fetch_if_any, ahead)
-            lax.fori_loop(0, my_tiles, compute_tile, (jnp.int32(0), jnp.int32(0), ahead))
+            if not interpret and groups > 1:
+                plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+            for_each_tile(fetch_tile)
+            for stage in range(stages):
+                plgpu.barrier_wait(freed.at[stage])
+
+        @pl.when(group < groups)
+        def _():
+            if not interpret and groups > 1:
+                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            for stage in range(stages):
+                plgpu.barrier_arrive(freed.at[stage])
+            for_each_tile(compute_tile)
             plgpu.wait_smem_to_gmem(0)
 
     def call(*arrays, fill=None):
@@ -376,17 +420,20 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         scratch = [
             _operand((stages, height, block_k), x),
             _operand((stages, block_n, block_k), w),
-            plgpu.SMEM((height, block_n), y_dtype),
+            plgpu.SMEM((groups, height, group_n), y_dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         ]
         if widens and interpret:  # the interpreter's wgmma reads shared memory only
-            scratch.append(plgpu.SMEM((block_n, block_k), jnp.float16))
+            scratch.append(plgpu.SMEM((groups, group_n, block_k), jnp.float16))
         kernel = plgpu.kernel(
             with_optional,
             out_type=y_type if before is None else (),
             scratch_types=scratch,
             grid=(blocks,),
             grid_names=("block",),
+            num_threads=groups + 1,
+            thread_name="group",
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
             kernel_name=KERNEL_NAME,
             interpret=plgpu.InterpretGPUParams() if interpret else None,
@@ -455,9 +502,14 @@ def _sms(x: jax.Array) -> int:
     return jax.devices("gpu")[0].core_count
 
 
-def _doubling(first: int, last: int) -> list[int]:
-    """first, twice as much, and so on to last."""
-    return [first] if first >= last else [first, *_doubling(2 * first, last)]
+def _heights(last: int) -> list[int]:
+    """Rows of x that a tile may multiply, rising to `last`: a tile takes the least that has all its slots."""
+    return [h for h in (8, 16, 32, 64, 96, 128, 192) if h < last] + [last]
+
+
+def warp_groups(config: Config) -> int:
+    """Warp-groups of a thread block that multiply, each a share of the tile's channels; one more fetches."""
+    return config.num_warps // 4
 
 
 def _round_up(value: int, multiple: int) -> int:

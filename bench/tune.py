@@ -56,7 +56,9 @@ def candidates(problem: Problem, backend: str) -> list[Config]:
     rows = [m for m in (16, 32, 64, 128) if (m == 16 or m / 2 < per_expert * 1.3) and m * 2 >= min(per_expert, 128)]
     found: list[Config] = []
     if backend == "pallas-mosaic":
-        found += [config for m in rows for config in _mosaic_tiles(problem, m)]
+        # A tile multiplies no more rows than it has slots, nearly: taller tiles cost shared memory alone.
+        tall = [m for m in rows if m >= min(per_expert, 128)][: 1 if per_expert < 4 else 2]
+        found += [config for m in tall for config in _mosaic_tiles(problem, m)]
     else:
         for block_m in rows:
             for swap_ab in (False, True) if _few_tiles(problem) or problem.dtype == "fp8-w8a16" else (True,):
@@ -108,11 +110,14 @@ def _triton_tiles(problem: Problem, block_m: int, swap_ab: bool) -> Iterator[Con
 
 
 def _mosaic_tiles(problem: Problem, block_m: int) -> Iterator[Config]:
-    depth = 64 if block_m > 32 else 128
-    block_k = depth if problem.w_itemsize == 2 else 2 * depth
-    for block_n in (64, 128):
-        for num_stages in _stages(problem, block_m, block_n, block_k):
-            yield Config(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=num_stages)
+    """Tiles of one and two warp-groups. K steps of 128 bytes of a weight row, in small tiles 256 as well."""
+    for step_bytes in (128, 256) if block_m <= 32 else (128,):
+        block_k = step_bytes // problem.w_itemsize
+        for block_n, num_warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
+            for num_stages in _stages(problem, block_m, block_n, block_k):
+                yield Config(
+                    block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages
+                )  # fmt: skip
 
 
 def _stages(problem: Problem, block_m: int, block_n: int, block_k: int) -> list[int]:
