@@ -34,6 +34,7 @@ Sources: the CUDA PTX manual (wgmma, cp.async.bulk.tensor), JAX's Pallas documen
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -59,9 +60,12 @@ SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one thread block can have on Hopper."""
 SHARED_MEMORY_PER_SM = 228 * 1024
 """Bytes of shared memory that the thread blocks of one SM have together, 1 KiB of each taken by the system."""
+OUTPUT_ROWS = 32
+"""Rows of an output tile that are stored at once."""
+REGISTERS_OF_THREE = 160
 FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
-"""Registers of a thread where three warp-groups share an SM's: the one that fetches needs few, those that multiply get
-what it gives up."""
+"""Registers of a thread. Three warp-groups that share an SM's have REGISTERS_OF_THREE each, or a few more; where those
+that multiply need more, the one that fetches gives up what it does not need."""
 INTERPRETER_BLOCKS = 3
 """Thread blocks in the interpreter: enough that tiles are shared out unevenly, few enough to be quick."""
 SWIZZLES = (128, 64, 32)
@@ -140,21 +144,39 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     arrays = (
         config.num_stages * height * config.block_k * problem.x_itemsize,
         config.num_stages * config.block_n * config.block_k * problem.w_itemsize,
-        height * config.block_n * _sum_dtype(problem, config).itemsize,
+        math.prod(_output_shape(problem, config)) * _sum_dtype(problem, config).itemsize,
     )
     return sum(_round_up(size, SHARED_ALIGNMENT) for size in arrays) + _round_up(8 * config.num_stages, 128)
 
 
-def blocks_per_sm(problem: Problem, config: Config) -> int:
-    """2 where two thread blocks fit an SM's shared memory and registers, else 1; num_stages decides.
+def _output_shape(problem: Problem, config: Config) -> tuple[int, int, int, int]:
+    """Shared memory through which warp-groups store their parts of a tile: (warp-groups, slots, rows, channels).
 
-    Two hide each other's latencies: one widens weights or stores its tile while the other multiplies. Their 512 threads
-    have 128 registers each.
+    Tall tiles pass through two slots of OUTPUT_ROWS rows in turn; the memory serves as stages instead.
     """
-    fit = 2 * (shared_bytes(problem, config) + 1024) <= SHARED_MEMORY_PER_SM
-    widened = config.block_n * config.block_k // 256 if problem.dtype == "fp8-w8a16" else 0
-    few_registers = config.num_warps == 4 and _accumulator_registers(config) + widened <= 96
-    return 2 if fit and few_registers else 1
+    height, groups = tile_height(problem, config), warp_groups(config)
+    slots, rows = (1, height) if height <= OUTPUT_ROWS else (2, OUTPUT_ROWS)
+    return groups, slots, rows, config.block_n // groups
+
+
+def blocks_per_sm(problem: Problem, config: Config) -> int:
+    """Thread blocks that fit an SM's shared memory and registers, 4 at most; num_stages decides.
+
+    Several hide each other's latencies: one widens weights or stores its tile while another multiplies. Registers are
+    estimated, from above (`tests/test_compile_only.py` holds the estimate to what is compiled).
+    """
+    by_memory = SHARED_MEMORY_PER_SM // (shared_bytes(problem, config) + 1024)
+    registers = _registers(problem, config)
+    if config.num_warps == 8 and registers > REGISTERS_OF_THREE:
+        return 1
+    by_registers = 65536 // ((32 * config.num_warps + 128) * _round_up(registers, 8))
+    return max(1, min(4, by_memory, by_registers))
+
+
+def _registers(problem: Problem, config: Config) -> int:
+    """Registers of a thread: its part of the sums, of the widened weights, and what addresses take."""
+    widened = config.block_n * config.block_k // (64 * config.num_warps) if problem.dtype == "fp8-w8a16" else 0
+    return min(255, 32 + _accumulator_registers(config) + widened)
 
 
 def _accumulator_registers(config: Config) -> int:
@@ -224,8 +246,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     block_n, block_k, stages = config.block_n, config.block_k, config.num_stages
     height = tile_height(problem, config)
     heights = [height] if reads_all_tokens(problem) else _heights(height)
-    groups = warp_groups(config)
-    group_n = block_n // groups
+    output_shape = groups, slots, output_rows, group_n = _output_shape(problem, config)
     k_steps = ceil_div(problem.k, block_k)
     tile_cols = problem.tile_cols(block_n)
     parts, steps_per_part = config.parts(problem.k), config.k_steps_per_split(problem.k)
@@ -236,6 +257,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     store_op: Literal["add"] | None = "add" if adds_up else None
     block_scaled = problem.scale_layout == "block"
     widens = problem.dtype == "fp8-w8a16"
+    trades_registers = _registers(problem, config) > REGISTERS_OF_THREE
 
     def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled, freed, wide_smem=None):
         x_gmem, row_scale_gmem, slot_gmem, expert_gmem, rows_gmem, span_gmem, w_gmem, w_scale_gmem = inputs
@@ -376,20 +398,24 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 total *= lax.broadcast_in_dim(scale, (group_n, h), (1,))
 
             # Store
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left y_smem
             if y_dtype == jnp.float32:  # two-byte values are transposed by the instruction that stores them
                 total = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
-            y_tile = y_smem.at[group, pl.ds(0, h)]
-            y_tile.transpose((1, 0))[...] = total.astype(y_dtype)
-            plgpu.commit_smem()
-            window = pl.ds(tile.row * height, h), columns
-            target = y_gmem.at[tile.part, *window] if apart else y_gmem.at[*window]
-            plgpu.copy_smem_to_gmem(y_tile, target, reduction_op=None if apart else store_op)
+            total = total.astype(y_dtype)
+            for i, first in enumerate(range(0, h, output_rows)):
+                rows = min(output_rows, h - first)
+                # What was stored from this slot has left it: the chunk before the last, or all of the previous tile.
+                plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
+                y_chunk = y_smem.at[group, i % slots, pl.ds(0, rows)]
+                y_chunk.transpose((1, 0))[...] = total[:, first : first + rows]
+                plgpu.commit_smem()
+                window = pl.ds(tile.row * height + first, rows), columns
+                target = y_gmem.at[tile.part, *window] if apart else y_gmem.at[*window]
+                plgpu.copy_smem_to_gmem(y_chunk, target, reduction_op=None if apart else store_op)
             return stage
 
         @pl.when(group == groups)
         def _():
-            if not interpret and groups > 1:
+            if trades_registers and not interpret:
                 plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
             for_each_tile(fetch_tile)
             for stage in range(stages):
@@ -397,7 +423,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
 
         @pl.when(group < groups)
         def _():
-            if not interpret and groups > 1:
+            if trades_registers and not interpret:
                 plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             for stage in range(stages):
                 plgpu.barrier_arrive(freed.at[stage])
@@ -420,7 +446,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         scratch = [
             _operand((stages, height, block_k), x),
             _operand((stages, block_n, block_k), w),
-            plgpu.SMEM((groups, height, group_n), y_dtype),
+            plgpu.SMEM(output_shape, y_dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         ]

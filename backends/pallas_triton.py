@@ -34,6 +34,7 @@ from backends.compiled import Compiled
 from backends.jax_plan import plan, prepare_tokens
 from backends.pallas_triton_ops import atomic_add, dot_fp8, needs_wide_load, wide_load
 from backends.pallas_triton_rows import reduce_parts, zeros
+from backends.triton_launch import no_power_of_two
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
 
@@ -357,6 +358,8 @@ def unavailable(*, interpret: bool) -> str | None:
 
 def unsupported(problem: Problem, config: Config) -> str | None:
     """Why the kernel cannot honour this combination; None if it can."""
+    if (reason := no_power_of_two(config)) is not None:
+        return reason
     if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
         return (
             f"config.block_k: got {config.block_k} with one weight scale per {SCALE_BLOCK}x{SCALE_BLOCK} block; "

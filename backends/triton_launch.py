@@ -30,6 +30,8 @@ def missing_packages() -> str | None:
 
 def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIMIT) -> str | None:
     """Why the kernel cannot honour this combination; None if it can. `limit`: the GPU's shared memory per block."""
+    if (reason := no_power_of_two(config)) is not None:
+        return reason
     if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
         return (
             f"config.block_k: got {config.block_k} with one weight scale per {SCALE_BLOCK}x{SCALE_BLOCK} block; "
@@ -50,6 +52,13 @@ def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIM
             f"config: got a {config.block_m}x{config.block_n} float32 accumulator for {config.num_warps} warps; "
             f"allowed: at most {128 * 32 * config.num_warps} elements, half the registers"
         )
+    return None
+
+
+def no_power_of_two(config: Config) -> str | None:
+    """Why Triton has no such block; None if it has."""
+    if config.block_m & (config.block_m - 1):
+        return f"config.block_m: got {config.block_m}; allowed: a power of two (the sizes of Triton's blocks)"
     return None
 
 

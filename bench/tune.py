@@ -57,7 +57,8 @@ def candidates(problem: Problem, backend: str) -> list[Config]:
     found: list[Config] = []
     if backend == "pallas-mosaic":
         # A tile multiplies no more rows than it has slots, nearly: taller tiles cost shared memory alone.
-        tall = [m for m in rows if m >= min(per_expert, 128)][: 1 if per_expert < 4 else 2]
+        rows = [16, 32, 64, 96, 128, 160, 192, 256]
+        tall = [m for m in rows if m >= min(per_expert, 128)][: 1 if per_expert < 4 else 3]
         found += [config for m in tall for config in _mosaic_tiles(problem, m)]
     else:
         for block_m in rows:
@@ -110,14 +111,27 @@ def _triton_tiles(problem: Problem, block_m: int, swap_ab: bool) -> Iterator[Con
 
 
 def _mosaic_tiles(problem: Problem, block_m: int) -> Iterator[Config]:
-    """Tiles of one and two warp-groups. K steps of 128 bytes of a weight row, in small tiles 256 as well."""
-    for step_bytes in (128, 256) if block_m <= 32 else (128,):
+    """Tiles of one and two warp-groups, each with the deepest pipelines of one to four thread blocks an SM.
+
+    K steps of 128 bytes of a weight row, in small tiles 256 as well.
+    """
+    from backends import pallas_mosaic
+
+    small = block_m <= 32
+    shapes = ((64, 4), (128, 4), (128, 8)) if block_m <= 64 else ((64, 4), (128, 8), (256, 8))
+    for step_bytes in (128, 256) if small else (128,):
         block_k = step_bytes // problem.w_itemsize
-        for block_n, num_warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
-            for num_stages in _stages(problem, block_m, block_n, block_k):
-                yield Config(
-                    block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages
-                )  # fmt: skip
+        for block_n, num_warps in shapes:
+            tile = Config(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps)
+            depths = set()
+            for blocks in (1, 2, 3, 4) if small and num_warps == 4 else (1, 2) if num_warps == 4 else (1,):
+                room = min(pallas_mosaic.SHARED_MEMORY, pallas_mosaic.SHARED_MEMORY_PER_SM // blocks - 1024)
+                fits = (
+                    d for d in range(2, 11) if pallas_mosaic.shared_bytes(problem, tile.replace(num_stages=d)) <= room
+                )
+                depths |= {max(fits, default=2)}
+            for num_stages in sorted(depths):
+                yield tile.replace(num_stages=num_stages)
 
 
 def _stages(problem: Problem, block_m: int, block_n: int, block_k: int) -> list[int]:

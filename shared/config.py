@@ -49,7 +49,10 @@ class Config:
     reduction: str = "two-pass"
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k"):
+        _check_integer("block_m", self.block_m)
+        if self.block_m < 16 or self.block_m % 16:
+            raise ArgumentError(f"config.block_m: got {self.block_m}; allowed: a multiple of 16")
+        for name in ("block_n", "block_k"):
             _check_integer(name, getattr(self, name))
             value = getattr(self, name)
             if value < 16 or value & (value - 1):

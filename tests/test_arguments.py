@@ -374,7 +374,9 @@ def test_arrays_on_the_wrong_side(backend: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("block_m", 8, "a power of two, 16 or more"),
+        ("block_m", 8, "a multiple of 16"),
+        ("block_m", 0, "a multiple of 16"),
+        ("block_m", 72, "a multiple of 16"),
         ("block_n", 48, "a power of two, 16 or more"),
         ("block_k", 0, "a power of two, 16 or more"),
         ("block_k", -64, "a power of two, 16 or more"),
