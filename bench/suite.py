@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import statistics
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -248,6 +249,7 @@ class Suite:
         mine = [r for r in self.rows if self.data.key_of(r.case, r.dtype, r.scale_layout) == key]
         mine = [r for r in mine if r.contender not in peers.PEERS or peers.PEERS[r.contender].framework != "jax"]
         mine = [row for row in mine if row.id not in self.one_by_one]
+        began = time.monotonic()
         self.device.clock.pause()  # CUPTI loses records of kernels that several threads launch at once
         with concurrent.futures.ThreadPoolExecutor(1 if self.device.interpret else COMPILE_THREADS) as pool:
             concurrent.futures.wait([pool.submit(run, row) for row in mine])
@@ -257,6 +259,8 @@ class Suite:
             text = f"one of {len(names)} kernels that ran side by side left the GPU unusable ({lost})"
             self.journal.write("notice", text=text, one_by_one=names)
             self._end(f"{text}: {', '.join(names)}", "one after the other, so that the one at fault is named")
+        if self.adaptive:
+            self.say(f"{len(mine)} kernels compiled side by side in {time.monotonic() - began:.1f} s")
         self.device.clock.reset()
 
     def _make_ready(self, row: Row, data: Data) -> Contender | CannotRun | AssertionError:
@@ -391,7 +395,7 @@ class Suite:
             result = once()
             samples.append(timer() - start)
         _Current.timer = _Replay(samples)
-        return benchmark.pedantic(lambda: result, rounds=len(samples), iterations=1)
+        return benchmark.pedantic(lambda: result, setup=lambda: None, rounds=len(samples), iterations=1)
 
     def _record(self, benchmark: Any, info: dict[str, Any], *, without: tuple[str, ...] = ()) -> None:
         kept = {key: value for key, value in info.items() if key not in (*without, "launch", "clock", "samples")}
