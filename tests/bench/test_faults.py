@@ -140,7 +140,9 @@ def test_a_disturbance_stands_beside_its_result(run: Run, state: dict[str, Any],
     assert "nan" not in tables.findings(run.compact() | {"run": {"gpu": "x"}})
 
 
-@pytest.mark.parametrize(("noise", "taken"), [(0.001, suites.FEWEST_ROUNDS), (0.3, 20)])
+@pytest.mark.parametrize(
+    ("noise", "taken"), [(0.001, suites.FEWEST_ROUNDS), (0.01, suites.FEWEST_ROUNDS), (0.02, 11), (0.3, 20)]
+)
 def test_sampling_ends_when_the_time_is_settled(
     run: Run, monkeypatch: pytest.MonkeyPatch, noise: float, taken: int
 ) -> None:
