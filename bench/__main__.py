@@ -138,7 +138,7 @@ def targets(
         paths = source or targets.committed()
         found = targets.load(paths)
         beside = paths[0].parent if paths else targets.FOLDER
-        launched = targets.launches(launch or beside / targets.LAUNCH, found)
+        launched = targets.launches(launch or targets.launch_file(beside), found)
         lines = targets.judge(found, launched)
     except results.UnusableFile as error:
         _fail(str(error))

@@ -32,7 +32,7 @@ def _load(files: tuple[tuple[Path, int], ...]) -> dict[str, Any] | None:
 
 
 def _launched(folder: Path, found: dict[str, Any] | None) -> list[dict[str, Any]]:
-    return targets.launches(folder / targets.LAUNCH, found)
+    return targets.launches(targets.launch_file(folder), found)
 
 
 def targets_table(lines: list[targets.Line]) -> Table:

@@ -44,12 +44,13 @@ NAMED_PEERS = {
     "vLLM's fused MoE": "vllm",
     "triton_kernels' matmul": "triton-kernels",
     "torch._grouped_mm": "torch-grouped-mm",
-    "jax.lax.ragged_dot": "ragged-dot",
+    "jax.lax.ragged_dot": "jax-ragged-dot",
     "tokamax": "tokamax",
 }
 """Peers that the comparison is not whole without, and what their contenders' names contain."""
 PATTERN = "targets*.jsonl"
-LAUNCH = "launch.jsonl"
+LAUNCH = ("launch.jsonl", "launch-cost.jsonl")
+"""Names of the file of call costs; the first that is there is read."""
 FOLDER = results.RESULTS / "h200"
 Bound = Literal[">=", "<="]
 
@@ -217,16 +218,35 @@ def committed(folder: Path = FOLDER) -> list[Path]:
     return sorted(folder.glob(PATTERN))
 
 
+def launch_file(folder: Path) -> Path | None:
+    """What `launch` measured, in the folder of the results."""
+    return next((folder / name for name in LAUNCH if (folder / name).exists()), None)
+
+
 def launches(path: Path | None, found: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Lines of `python -m bench launch`; none where there is no file. UnusableFile where it is of another GPU."""
-    if path is None or not path.exists():
+    """Call costs by backend, case and dtype, in the fields of `_cost`; none where there is no file.
+
+    The last line of a cell counts. UnusableFile where the file is of another GPU than the kernel times.
+    """
+    if path is None:
         return []
-    lines = [line for line in results.json_lines(path, "case") if line.get("backend")]
     gpu = found["run"]["gpu"] if found else None
-    for line in lines:
+    lines = {}
+    for line in results.json_lines(path, "backend"):
         if gpu and line.get("gpu") not in (None, gpu):
             raise results.UnusableFile(f"{path}: of {line['gpu']}; the kernel times are of {gpu}")
-    return lines
+        lines[line["backend"], line.get("case"), line.get("dtype")] = _flat(line)
+    return list(lines.values())
+
+
+def _flat(line: dict[str, Any]) -> dict[str, Any]:
+    """A line with its times as fields of their own, where it has them in "us": a layer is of a graph or jit."""
+    us = line.get("us")
+    if not isinstance(us, dict):
+        return line
+    layer = "graph_layer_us" if line["backend"].startswith("torch") else "jit_layer_us"
+    names = {"kernel_us": "kernel", "layer_kernel_us": "layer_kernel", "eager_steady_us": "steady", layer: "layer"}
+    return line | {field: us.get(name) for field, name in names.items()}
 
 
 def judge(found: dict[str, Any] | None, launched: Sequence[dict[str, Any]] = ()) -> list[Line]:
@@ -401,18 +421,19 @@ def _call_lines(launched: Sequence[dict[str, Any]]) -> list[Line]:
                 mean=lambda us: sorted(us)[len(us) // 2], unit=" µs",
             )  # fmt: skip
             if not rows:
-                line = dataclasses.replace(line, reason=f"not measured: no {LAUNCH}, or nothing of it there")
+                line = dataclasses.replace(line, reason=f"not measured: no {LAUNCH[0]}, or nothing of it there")
             lines.append(line)
     return lines
 
 
 def _cost(row: dict[str, Any], field: str) -> Value:
-    """µs of a call that its kernel does not take."""
+    """µs of a call that its kernel does not take: the kernel's time in that layer where there is one, else its own."""
     name = " ".join(str(row[key]) for key in ("case", "dtype") if row.get(key))
-    for needed in (field, "kernel_us"):
+    kernel = "kernel_us" if field == "eager_steady_us" or row.get("layer_kernel_us") is None else "layer_kernel_us"
+    for needed in (field, kernel):
         if not isinstance(row.get(needed), (int, float)):
-            return Value(name, None, f"{needed} is {row.get(needed)}")
-    return Value(name, row[field] - row["kernel_us"])
+            return Value(name, None, str(row.get("failed") or f"{needed} is {row.get(needed)}"))
+    return Value(name, row[field] - row[kernel])
 
 
 def doubts(found: dict[str, Any] | None) -> list[str]:

@@ -23,7 +23,7 @@ RUN: dict[str, Any] = {
     "rounds": 20, "sources": "abc", "date": "2026-01-02T03:04:05Z", "versions": {"torch": "1", "triton": "2"},
     "ceilings": {"read_bytes_per_s": READ, "bf16_flops": BF16, "fp8_flops": FP8},
 }  # fmt: skip
-PEERS = ("vllm-fused-moe", "triton_kernels", "torch-grouped-mm", "jax-ragged-dot", "tokamax")
+PEERS = ("vllm-fused-moe", "triton-kernels-matmul", "torch-grouped-mm", "jax-ragged-dot", "tokamax-ragged-dot")
 Found = dict[str, Any]
 Launched = list[dict[str, Any]]
 
@@ -150,7 +150,7 @@ def without(name: str) -> Break:
         (peers(0.8, ("fp8-w8a8",), MIXTRAL.format(8)), "best peer's time / time, each case", "FP8"),
         (peers(0.89, targets.FP8), "best peer's time / time, geometric mean", "FP8"),
         (without("vllm-fused-moe"), "peers that were measured", ""),
-        (without("tokamax"), "peers that were measured", ""),
+        (without("jax-ragged-dot"), "peers that were measured", ""),
         (one_backend("fp16"), "slowest backend / fastest", "fp16"),
         (one_backend("fp8-w8a16"), "slowest backend / fastest", "fp8-w8a16"),
         (call("graph_layer_us", 104.5), "call - kernel, CUDA graph", ""),
@@ -245,6 +245,27 @@ def test_two_shards_and_the_launch_file_pass_together(found: Found, launched: La
     assert without_launch.exit_code == 1
     assert "no launch.jsonl" in without_launch.output
     assert without_launch.output.strip().endswith("missed")
+
+
+def test_call_costs_are_read_from_either_form_of_line(launched: Launched, tmp_path: Path) -> None:
+    """Kernel time in a graph's layer is that layer's own; of a cell measured twice, the last line counts."""
+    us = {"kernel": 100.0, "layer_kernel": 90.0, "layer": 93.0, "steady": 119.0}
+    lines = [
+        {"backend": "torch-triton", "case": "a", "dtype": "fp16", "us": us | {"layer": 200.0}},
+        {"backend": "torch-triton", "case": "a", "dtype": "fp16", "us": us},
+        {"backend": "jax-triton", "case": "a", "dtype": "fp16", "failed": "RuntimeError: out of memory"},
+    ]
+    path = tmp_path / "launch-cost.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert targets.launch_file(tmp_path) == path
+    calls = [line for line in targets.judge(None, targets.launches(path, None)) if line.target.startswith("call")]
+    found = {(line.target.split(", ")[1], line.backend): line for line in calls}
+    assert found["CUDA graph", "torch-triton"].worst == pytest.approx(3.0)
+    assert found["torch eager", "torch-triton"].worst == pytest.approx(19.0)
+    assert "out of memory" in found["inside jax.jit", "jax-triton"].reason
+    path.write_text(json.dumps(lines[1] | {"gpu": "NVIDIA H100"}) + "\n")
+    with pytest.raises(results.UnusableFile, match="of NVIDIA H100; the kernel times are of NVIDIA H200"):
+        targets.launches(path, {"run": RUN})
 
 
 @pytest.mark.parametrize(
