@@ -12,12 +12,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from bench import evidence_cli, results, tune
-from bench.cases import check_routing
+from bench.cases import SETS, check_routing, check_shard
 from bench.fuzz import command as fuzz_command
 from bench.machine import without_gpu_jax_stays_on_the_cpu
 from bench.sanitize import command as sanitize_command
 from bench.terminal import print_table
-from shared.checks import ArgumentError
+from shared.checks import ArgumentError, check_name
 
 ROOT = Path(__file__).parent.parent
 app = typer.Typer(
@@ -65,9 +65,11 @@ def order(
 
 @app.command()
 def compare(
-    full: Annotated[bool, typer.Option("--full", help="every model, GEMM, batch, dtype and order (hours)")] = False,
+    which: Annotated[str, typer.Option("--set", help="default, full, or targets (what `targets` judges)")] = "default",
+    full: Annotated[bool, typer.Option("--full", help="--set full: every model, GEMM, batch, dtype, order")] = False,
+    shard: Annotated[str, typer.Option(help="I/N: the I-th of N parts of the set, for N GPUs side by side")] = "1/1",
     keyword: Annotated[str, typer.Option("-k", help="pytest's expression over ids: 'mixtral and fp16'")] = "",
-    rounds: Annotated[int, typer.Option(help="samples per benchmark")] = 30,
+    rounds: Annotated[int | None, typer.Option(help="samples per benchmark (default 30; targets: at most 20)")] = None,
     warm: Annotated[bool, typer.Option("--warm", help="do not flush L2")] = False,
     routing: Annotated[str, typer.Option(help="uniform, zipf-EXPONENT, one-expert, or a .npy file")] = "uniform",
     clock: Annotated[str, typer.Option(help="cupti or jax-cupti")] = "cupti",
@@ -88,14 +90,20 @@ def compare(
             _fail(f"--resume: got {resume}, which does not exist; allowed: the file of a run that was cut short")
     try:
         check_routing(routing)
-        if rounds < 1:
+        check_name("--set", which, SETS)
+        if full and which == "targets":
+            raise ArgumentError("--set: got targets beside --full; allowed: one of them")
+        which = "full" if full else which
+        check_shard(shard, which)
+        if rounds is not None and rounds < 1:
             raise ArgumentError(f"--rounds: got {rounds}; allowed: 1 or more")
     except ArgumentError as error:
         _fail(str(error))
     options = {
-        "--full": full,
+        "--set": which != "default",
+        "--shard": shard != "1/1",
         "-k": keyword,
-        "--rounds": rounds != 30,
+        "--rounds": rounds is not None,
         "--warm": warm,
         "--routing": routing != "uniform",
     }
@@ -104,14 +112,47 @@ def compare(
         raise typer.Exit(_compare_without_gpu(as_json, [name for name, given in options.items() if given]))
     path = (resume or results_path or results.default_path()).absolute()
     command = [sys.executable, "-m", "pytest", "bench", "-q", "--tb=short", "--benchmark-columns=median,iqr,rounds"]
-    command += [f"--results={path}", f"--rounds={rounds}", f"--routing={routing}", f"--clock={clock}"]
+    command += [f"--results={path}", f"--routing={routing}", f"--clock={clock}", f"--set={which}", f"--shard={shard}"]
+    command += [] if rounds is None else [f"--rounds={rounds}"]
     command += ["-k", keyword] if keyword else []
-    command += [f"--{name}" for name, on in (("full", full), ("warm", warm), ("rehearse", rehearse)) if on]
+    command += [f"--{name}" for name, on in (("warm", warm), ("rehearse", rehearse)) if on]
     code = _run(command, quiet=as_json)
     if code == _USAGE_ERROR or not path.exists():
         raise typer.Exit(code or 1)
     _print_tables([path], as_json)
     raise typer.Exit(code)
+
+
+@app.command()
+def targets(
+    source: Annotated[list[Path] | None, typer.Option("--from", help="a run's file, or all parts of it")] = None,
+    launch: Annotated[Path | None, typer.Option(help="what `launch` measured; default: beside the run's file")] = None,
+    as_json: Json = False,
+) -> None:
+    """Which speed targets the committed results meet: exit status 1 where one is missed or not measured."""
+    from bench import targets
+
+    try:
+        if launch is not None and not launch.exists():
+            raise results.UnusableFile(f"--launch: got {launch}, which does not exist; allowed: a file of `launch`")
+        paths = source or targets.committed()
+        found = targets.load(paths)
+        beside = paths[0].parent if paths else targets.FOLDER
+        launched = targets.launches(launch or targets.launch_file(beside), found)
+        lines = targets.judge(found, launched)
+    except results.UnusableFile as error:
+        _fail(str(error))
+    passed = targets.met(lines)
+    if as_json:
+        run = found["run"] if found else None
+        typer.echo(json.dumps({"met": passed, "run": run, "lines": [dataclasses.asdict(line) for line in lines]}))
+    else:
+        print_table(targets.table(lines), "Speed targets, one GPU, cold L2")
+        missed = [line.name for line in lines if line.status == "missed"]
+        for note in targets.doubts(found):
+            typer.echo(note)
+        typer.echo(f"{len(missed)} of {len(lines)} missed" if missed else f"all {len(lines)} met")
+    raise typer.Exit(0 if passed else 1)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """What is measured, by name: cases (`mixtral-8x7b/gate-up/tp2/tokens-8`) and rows (a case by one contender).
 
 Decode comes first: small batches are what the project is about. The default set takes a few minutes on one GPU; the
-full set is every model, GEMM, dtype and order.
+full set is every model, GEMM, dtype and order; the targets set is what the speed targets are about (bench/targets.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,23 @@ _DEFAULT = (
     ("gpt-oss-120b", "gate-up", (8, 64)),
     ("mixtral-8x7b", "down", (8,)),
 )
+SETS = ("default", "full", "targets")
+TARGET_DTYPES = ("fp16", "bf16", "fp8-w8a16", "fp8-w8a8")
+TARGET_BF16_TOKENS = (1, 8, 64, 512)
+"""Batches that the targets set measures in bf16: it moves fp16's bytes through the same instructions at fp16's rate."""
+TARGET_GROUPED_FROM = 32
+"""Tokens from which on the targets set measures DEFAULT_ORDERS too: with fewer, few tiles share rows of x."""
+_TARGETS = (
+    ("mixtral-8x7b", "gate-up"),
+    ("mixtral-8x7b", "down"),
+    ("qwen3-30b-a3b", "down"),
+    ("qwen3-30b-a3b", "gate-up"),
+    ("deepseek-v3", "gate-up"),
+    ("deepseek-v3", "down"),
+    ("gpt-oss-120b", "down"),
+    ("gpt-oss-120b", "gate-up"),
+)
+"""Layers of the targets set, in an order that gives each of two or four shards large and small ones."""
 PARAMETERS = ("model_name", "gemm", "tokens", "dtype", "order", "contender")
 """A row as plain values, one pytest parameter each: pytest-benchmark groups by any of them (param:dtype)."""
 _TINY = Model(name="tiny", hidden=64, intermediate=64, experts=4, top_k=2, tp=1, source="made up for rehearsals")
@@ -90,17 +107,65 @@ class Row:
 
 
 def cases(which: str) -> list[Case]:
-    """The cases of a set: "default", "full" or "rehearsal"."""
+    """The cases of a set: one of SETS, or "rehearsal"."""
     if which == "rehearsal":
         return [Case(_TINY, "gate-up", 4)]
     if which == "default":
         return [Case(model(name), gemm, tokens) for name, gemm, batches in _DEFAULT for tokens in batches]
+    if which == "targets":
+        return [Case(model(name), gemm, tokens) for name, gemm in _TARGETS for tokens in TOKENS_FULL]
     return [Case(m, gemm, t) for m in models().values() for gemm in ("gate-up", "down") for t in TOKENS_FULL]
 
 
-def rows(which: str) -> list[Row]:
-    """The rows of a set, those of one case and dtype together, as they share their data."""
-    return [row for case in cases(which) for row in _rows_of(case, which)]
+def rows(which: str, shard: tuple[int, int] = (1, 1)) -> list[Row]:
+    """The rows of a set, those of one case and dtype together, as they share their data.
+
+    In the targets set, those of one layer and dtype together: all batches share the weights.
+    shard: (i, n), the i-th of n parts, counted from 1; a layer (model and GEMM) is in one of them.
+    """
+    chosen = cases(which)
+    layers = list(dict.fromkeys((case.model, case.gemm) for case in chosen))
+    mine = set(layers[shard[0] - 1 :: shard[1]])
+    chosen = [case for case in chosen if (case.model, case.gemm) in mine]
+    if which != "targets":
+        return [row for case in chosen for row in _rows_of(case, which)]
+    found = [row for case in chosen for row in _target_rows(case)]
+    return sorted(found, key=lambda row: (layers.index((row.case.model, row.case.gemm)), _dtype_place(row)))
+
+
+def _dtype_place(row: Row) -> int:
+    return TARGET_DTYPES.index(row.dtype)
+
+
+def _target_rows(case: Case) -> Iterator[Row]:
+    """Every backend and dtype; each peer in each FP8 mode, and once with 2-byte weights: in fp16 where it has that."""
+    from backends.registry import BACKENDS
+    from bench.peers import PEERS
+
+    for dtype in TARGET_DTYPES:
+        if dtype != "bf16" or case.tokens in TARGET_BF16_TOKENS:
+            for backend in BACKENDS:
+                yield Row(case, dtype, "column", backend)
+            if case.tokens >= TARGET_GROUPED_FROM:
+                for order, backend in DEFAULT_ORDERS:
+                    yield Row(case, dtype, order, backend)
+        for name, peer in PEERS.items():
+            if dtype in peer.dtypes and not (dtype == "bf16" and "fp16" in peer.dtypes):
+                yield Row(case, dtype, "own", name)
+
+
+def check_shard(text: str, which: str) -> tuple[int, int]:
+    """(i, n) of "i/n"; ArgumentError where the set has no such part."""
+    parts = text.split("/")
+    layers = len({(case.model, case.gemm) for case in cases(which)})
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
+        raise ArgumentError(f"--shard: got {text!r}; allowed: I/N, such as 1/2")
+    i, n = int(parts[0]), int(parts[1])
+    if not 1 <= i <= n <= layers:
+        raise ArgumentError(
+            f"--shard: got {text!r}; allowed: I/N with 1 <= I <= N <= {layers}, as the {which} set has {layers} layers"
+        )
+    return i, n
 
 
 def _rows_of(case: Case, which: str) -> Iterator[Row]:
@@ -123,10 +188,12 @@ def _rows_of(case: Case, which: str) -> Iterator[Row]:
                 yield Row(case, "bf16", "own", name)
 
 
-def order_pairs(which: str) -> list[tuple[Row, str]]:
+def order_pairs(which: str, shard: tuple[int, int] = (1, 1)) -> list[tuple[Row, str]]:
     """(row in column order, the order to compare it with): what `pairs` measures interleaved, at one config."""
+    if which == "targets":
+        return []
     found = []
-    for row in rows("full" if which == "full" else which):
+    for row in rows(which, shard):
         if row.order != "column" or (which != "full" and row.contender not in PAIRED):
             continue
         others = {"default": ("row",), "rehearsal": ("row", "popular")}.get(which, ORDERS)

@@ -18,9 +18,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench import published, results, watch
-from bench.cases import PARAMETERS, Case, Row, check_routing, order_pairs, rows
+from bench.cases import PARAMETERS, SETS, Case, Row, check_routing, check_shard, order_pairs, rows
 from bench.clock import CLOCKS, ClockError
-from bench.data import Data, DataCache, build
+from bench.data import BatchCache, Data, DataCache, build, build_batches
 from bench.machine import Device, Machine, Rehearsal, versions, without_gpu_jax_stays_on_the_cpu
 from bench.suite import LOST, Suite
 from shared.checks import ArgumentError
@@ -33,6 +33,9 @@ _SUITE = pytest.StashKey[Suite]()
 _GONE_ON = pytest.StashKey[tuple[int, int]]()
 """(tests that the results file has already, tests selected)"""
 _EARLIER = pytest.StashKey[list[dict[str, Any]]]()
+ROUNDS = {"targets": 20}
+"""Samples per benchmark where --rounds does not say: the most, in the targets set, which stops at a settled time."""
+_ROUNDS = 30
 _TESTS = {
     "test_kernel_time": "kernel",
     "test_kernel_time_captured": "kernel captured",
@@ -50,10 +53,12 @@ NO_GPU = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("bench", "MoE GEMM benchmarks")
-    group.addoption("--full", action="store_true", help="every model, GEMM, batch, dtype and order (hours)")
+    group.addoption("--set", choices=SETS, help="cases to measure (default: default)")
+    group.addoption("--full", action="store_true", help="--set full: every model, GEMM, batch, dtype, order (hours)")
+    group.addoption("--shard", default="1/1", help="I/N: the I-th of N parts of the set, for N GPUs side by side")
     group.addoption("--rehearse", action="store_true", help="a tiny case on the CPU; times mean nothing")
     group.addoption("--results", type=Path, help="JSON-lines file; one that exists is gone on with")
-    group.addoption("--rounds", type=int, default=30, help="samples per benchmark (default 30)")
+    group.addoption("--rounds", type=int, help="samples per benchmark (default 30; targets: at most 20)")
     group.addoption("--warm", action="store_true", help="do not flush L2 between samples")
     group.addoption("--routing", default="uniform", help="uniform, zipf-EXPONENT, one-expert, or a .npy file")
     group.addoption("--seed", type=int, default=0, help="of data and routing")
@@ -63,23 +68,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _which(config: pytest.Config) -> str:
     if config.getoption("--rehearse"):
         return "rehearsal"
-    return "full" if config.getoption("--full") else "default"
+    return config.getoption("--set") or ("full" if config.getoption("--full") else "default")
+
+
+def _for_targets(config: pytest.Config) -> bool:
+    """Kernel times alone, sampled until they are settled, all batches of a layer on one draw of weights."""
+    return config.getoption("--set") == "targets"
+
+
+def _shard(config: pytest.Config) -> tuple[int, int]:
+    return check_shard(config.getoption("--shard"), _which(config))
+
+
+def _rounds(config: pytest.Config) -> int:
+    given: int | None = config.getoption("--rounds")
+    return ROUNDS.get(config.getoption("--set"), _ROUNDS) if given is None else given
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    which = _which(metafunc.config)
+    which, shard = _which(metafunc.config), _shard(metafunc.config)
+    targets = _for_targets(metafunc.config)
     if "other_order" in metafunc.fixturenames:
-        pairs = order_pairs(which)
+        pairs = [] if targets else order_pairs(which, shard)
         ids = [row.id.replace("/column/", f"/{other}-vs-column/") for row, other in pairs]
         values: list[tuple[object, ...]] = [(*row.parameters, other) for row, other in pairs]
         metafunc.parametrize((*PARAMETERS, "other_order"), values, ids=ids)
     elif "row" in metafunc.fixturenames:
-        found = rows(which)
+        found = rows(which, shard)
+        if targets and metafunc.function.__name__ != "test_kernel_time":
+            found = []
         if "captured" in metafunc.function.__name__ and which == "default":
             found = [row for row in found if row.captured_by_default]
         metafunc.parametrize(PARAMETERS, [row.parameters for row in found], ids=[row.id for row in found])
     elif "published_tokens" in metafunc.fixturenames:
-        batches = published.TOKENS if which != "rehearsal" else published.TOKENS[:1]
+        batches: tuple[int, ...] = published.TOKENS if which != "rehearsal" else published.TOKENS[:1]
+        batches = () if targets or shard[0] > 1 else batches
         metafunc.parametrize("published_tokens", batches, ids=[f"tokens-{tokens}" for tokens in batches])
 
 
@@ -87,11 +110,12 @@ def _settings(config: pytest.Config) -> dict[str, Any]:
     """What a run is told, and by which code: the part of its first line that is known before the machine is."""
     option = config.getoption
     return {
+        **({"set": "targets"} if _for_targets(config) else {}),
         "clock": "rehearsal" if option("--rehearse") else option("--clock"),
         "cache": "warm" if option("--warm") else "cold",
         "routing": option("--routing"),
         "seed": option("--seed"),
-        "rounds": option("--rounds"),
+        "rounds": _rounds(config),
         "versions": versions(),
         "sources": results.sources(),
     }
@@ -101,6 +125,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Wrong options end the run before it begins; the lines of a results file that exists are read."""
     try:
         check_routing(config.getoption("--routing"))
+        _shard(config)
+        if config.getoption("--full") and config.getoption("--set") not in (None, "full"):
+            raise ArgumentError(f"--set: got {config.getoption('--set')} beside --full; allowed: one of them")
         path = config.getoption("--results")
         if path is not None and path.exists():
             config.stash[_EARLIER] = lines_to_go_on_with(path, _settings(config))
@@ -130,7 +157,7 @@ def row(model_name: str, gemm: str, tokens: int, dtype: str, order: str, contend
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """All tests of one case and dtype together, in the order of the cases: they share gigabytes of data."""
     place: dict[object, int] = {}
-    for row in rows(_which(config)):
+    for row in rows(_which(config), _shard(config)):
         place.setdefault((*row.parameters[:4], row.contender), len(place))
 
     def position(item: pytest.Item) -> int:
@@ -141,6 +168,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     ours = [item for item in items if item.path.parent == Path(__file__).parent]
     others = [item for item in items if item.path.parent != Path(__file__).parent]
+    if _for_targets(config):  # a test without rows is still an item, with nothing in it
+        ours = [item for item in ours if getattr(item, "originalname", "") == "test_kernel_time"]
     left = _routed(config, _not_measured(config, ours))
     if dropped := [item for item in ours if item not in left]:
         config.hook.pytest_deselected(items=dropped)
@@ -251,6 +280,7 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
         "run",
         gpu=machine.gpu,
         **_settings(request.config),
+        shard=option("--shard"),
         date=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         ceilings=machine.ceilings(),
         state=state,
@@ -264,14 +294,24 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
         device = machine.torch_device
         return build(case, dtype, scale_layout, device=device, seed=option("--seed"), route=option("--routing"))
 
+    def make_batches(cases: list[Case], dtype: str, scale_layout: ScaleLayout) -> dict[Case, Data]:
+        device = machine.torch_device
+        return build_batches(
+            cases, dtype, scale_layout, device=device, seed=option("--seed"), route=option("--routing")
+        )
+
+    selected = _rows_of(request.session.items)
+    targets = _for_targets(request.config)
     suite = Suite(
         device=machine,
         journal=journal,
-        data=DataCache(make),
-        rounds=option("--rounds"),
+        data=BatchCache(make_batches, selected) if targets else DataCache(make),
+        rounds=_rounds(request.config),
+        adaptive=targets,
+        once=targets,
         warm=option("--warm"),
         total=request.config.stash[_TOTAL],
-        rows=_rows_of(request.session.items),
+        rows=selected,
         captured_rows=_rows_of([item for item in request.session.items if "_captured[" in item.name]),
         say=say,
         one_by_one=frozenset(name for line in earlier for name in line.get("one_by_one", ())),

@@ -7,12 +7,12 @@ gigabytes of weights; tests hold both to the spec.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.cases import Case
+from bench.cases import Case, Row
 from shared import planning, routing
 from shared.fp8 import FP8_MAX
 from shared.problem import SCALE_BLOCK, Problem, ScaleLayout
@@ -75,16 +75,67 @@ def build(
     activation = getattr(torch, problem.activation)
 
     x = torch.randn(problem.tokens, problem.k, generator=generator, device=device).to(activation)
-    w = torch.empty(problem.experts, problem.n, problem.k, dtype=activation, device=device)
-    for expert in range(problem.experts):
-        values = torch.randn(problem.n, problem.k, generator=generator, device=device)
-        w[expert] = values.mul_(problem.k**-0.5)
+    w = _weights(problem, generator)
     w_scale, original = None, None
     if problem.is_fp8:
         original = reference(x, w, None, topk_ids, problem, quantised=False)
         w, w_scale = quantise(w, scale_layout)
     expected = reference(x, w, w_scale, topk_ids, problem)
     return Data(problem, x, w, w_scale, topk_ids, counts, expected, original)
+
+
+def _weights(problem: Problem, generator: torch.Generator) -> torch.Tensor:
+    """(E, N, K) in the dtype of x, not quantised; float32 is drawn for one expert at a time."""
+    import torch
+
+    activation = getattr(torch, problem.activation)
+    w = torch.empty(problem.experts, problem.n, problem.k, dtype=activation, device=generator.device)
+    for expert in range(problem.experts):
+        values = torch.randn(problem.n, problem.k, generator=generator, device=generator.device)
+        w[expert] = values.mul_(problem.k**-0.5)
+    return w
+
+
+def build_batches(
+    cases: Sequence[Case],
+    dtype: str,
+    scale_layout: ScaleLayout,
+    *,
+    device: str,
+    seed: int = 0,
+    route: str = "uniform",
+) -> dict[Case, Data]:
+    """The data of several batches of one layer: they share the weights, and one pass over them is the reference of all.
+
+    A batch is the same whichever others are beside it. Routing and active experts are those of `build`; weights and x
+    are other draws.
+    """
+    import torch
+
+    problems = [case.problem(dtype, scale_layout) for case in cases]
+    ids = [routing.make(route, p.tokens, p.experts, p.top_k, seed=seed) for p in problems]
+    activation = getattr(torch, problems[0].activation)
+    w = _weights(problems[0], torch.Generator(device).manual_seed(seed))
+    xs = []
+    for problem in problems:
+        generator = torch.Generator(device).manual_seed(seed + REBATCH_SEED + problem.tokens)
+        xs.append(torch.randn(problem.tokens, problem.k, generator=generator, device=device).to(activation))
+
+    all_x, all_ids = torch.cat(xs), torch.from_numpy(np.concatenate(ids)).to(device)
+    together = dataclasses.replace(problems[0], tokens=all_x.shape[0])
+    sizes = [problem.tokens for problem in problems]
+    w_scale = None
+    originals: Sequence[torch.Tensor | None] = [None] * len(cases)
+    if together.is_fp8:
+        originals = reference(all_x, w, None, all_ids, together, quantised=False).split(sizes)
+        w, w_scale = quantise(w, scale_layout)
+    expected = reference(all_x, w, w_scale, all_ids, together).split(sizes)
+    found = {}
+    for i, (case, problem) in enumerate(zip(cases, problems, strict=True)):
+        topk_ids = torch.from_numpy(ids[i]).to(device)
+        counts = planning.expert_counts(ids[i], problem.experts)
+        found[case] = Data(problem, xs[i], w, w_scale, topk_ids, counts, expected[i], originals[i])
+    return found
 
 
 def rebatch(data: Data, case: Case, *, seed: int = 0, route: str = "uniform") -> Data:
@@ -191,13 +242,17 @@ def to_torch(array: Any) -> torch.Tensor:
 class DataCache:
     """Keeps the data of one (case, dtype, scale layout) at a time; frees it before the next is made."""
 
-    def __init__(self, make: Callable[..., Data]) -> None:
+    def __init__(self, make: Callable[..., Any]) -> None:
         self._make = make
         self.key: tuple[object, ...] | None = None
         self._data: Data | None = None
 
+    def key_of(self, case: Case, dtype: str, scale_layout: ScaleLayout) -> tuple[object, ...]:
+        """What data that is kept together has in common."""
+        return case, dtype, scale_layout
+
     def get(self, case: Case, dtype: str, scale_layout: ScaleLayout) -> Data:
-        key = (case, dtype, scale_layout)
+        key = self.key_of(case, dtype, scale_layout)
         if key != self.key or self._data is None:
             self.free()
             self._data = self._make(case, dtype, scale_layout)
@@ -209,10 +264,40 @@ class DataCache:
 
         import torch
 
-        self._data = self.key = None
+        self._clear()
         gc.collect()  # JAX arrays and captured graphs refer to each other in cycles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _clear(self) -> None:
+        self._data = self.key = None
+
+
+class BatchCache(DataCache):
+    """Keeps the data of all batches of one layer and dtype at a time, as `build_batches` makes them."""
+
+    def __init__(self, make: Callable[..., dict[Case, Data]], rows: Iterable[Row]) -> None:
+        """rows: what will be measured; batches that none of them has are not made."""
+        super().__init__(make)
+        self._cases: dict[tuple[object, ...], dict[Case, None]] = {}
+        for row in rows:
+            self._cases.setdefault(self.key_of(row.case, row.dtype, row.scale_layout), {})[row.case] = None
+        self._batches: dict[Case, Data] = {}
+
+    def key_of(self, case: Case, dtype: str, scale_layout: ScaleLayout) -> tuple[object, ...]:
+        return case.model, case.gemm, dtype, scale_layout
+
+    def get(self, case: Case, dtype: str, scale_layout: ScaleLayout) -> Data:
+        key = self.key_of(case, dtype, scale_layout)
+        if key != self.key:
+            self.free()
+            self._batches = self._make(list(self._cases[key]), dtype, scale_layout)
+            self.key = key
+        return self._batches[case]
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._batches = {}
 
 
 def _amax(values: torch.Tensor, scale_layout: ScaleLayout) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Generated blocks and pictures of the notes that answer why: locality, split-K, steps and the article.
+"""Generated blocks and pictures of the notes that answer why: locality, split-K, steps, the article, performance.
 
 Each block takes a GPU's folder of committed results and the merged results of its benchmark runs.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import article, matrix_unit, tables, verdict
+from bench import article, matrix_unit, performance, tables, verdict
 
 Found = dict[str, Any]
 NOT_MEASURED = "Not measured yet."
@@ -82,6 +82,7 @@ BLOCKS: dict[str, Callable[[Path, Found], str]] = {
     "steps": _steps,
     "article": _article,
     "one-sign": _one_sign,
+    **performance.BLOCKS,
 }
 
 
@@ -97,4 +98,4 @@ def pictures(folder: Path) -> dict[str, tuple[list[list[Any]], Callable[[], str]
     if read:
         name = f"{gpu or counted[-1]['gpu']}, mixtral-8x7b, 512 tokens, torch-triton"
         found[verdict.BYTES] = (read, lambda: verdict.draw_bytes(read, name))
-    return found
+    return found | performance.pictures(folder)

@@ -27,8 +27,9 @@ RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 SETTINGS = ("gpu", "clock", "cache", "routing", "seed")
 """What two runs must share, beside the versions of all packages, for their times to stand side by side."""
-RESUMED = (*SETTINGS, "rounds", "sources")
-"""What the two parts of a run that goes on must share: sources are a digest of the kernels' code."""
+RESUMED = (*SETTINGS, "rounds", "sources", "set")
+"""What the two parts of a run that goes on must share: sources are a digest of the kernels' code; set: "targets" alone
+is named, whose data and number of samples are others."""
 TESTS = {
     "kernel": ("kernel_us", "gpu_total_us", "samples_us"),
     "kernel captured": ("kernel_captured_us", "gpu_total_captured_us", "samples_captured_us"),

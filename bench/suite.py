@@ -5,6 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import statistics
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -19,7 +22,13 @@ from bench.machine import Device, versions
 from bench.results import Journal
 
 COMPILE_THREADS = 12
+PEERS_AT_ONCE = 4
+"""Peers that are compiled side by side: some hold a copy of the weights in a layout of their own."""
 WARMUP_ROUNDS = 3
+FEWEST_ROUNDS = 7
+"""Of a run that stops sampling when it knows enough. With fewer, gaps between samples do not show the clock's tick."""
+ENOUGH = 0.005
+"""Relative standard error of the mean below which such a run stops."""
 LOST = 7
 """Exit status of a run that a kernel ended by making the GPU unusable for its process."""
 
@@ -27,7 +36,7 @@ LOST = 7
 class _Current:
     """The timer of the benchmark that runs now."""
 
-    timer: measure.GpuTimer | None = None
+    timer: Callable[[], float] | None = None
 
 
 def gpu_kernel_seconds() -> float:
@@ -36,11 +45,35 @@ def gpu_kernel_seconds() -> float:
     return _Current.timer()
 
 
+class _Replay:
+    """A timer that says again what was sampled before: read before and after each call, as GpuTimer is."""
+
+    def __init__(self, samples: list[float]) -> None:
+        self._left = iter(samples)
+        self._seconds = 0.0
+        self._in_call = False
+
+    def __call__(self) -> float:
+        if self._in_call:
+            self._seconds += next(self._left)
+        self._in_call = not self._in_call
+        return self._seconds
+
+
+def settled(samples: list[float]) -> bool:
+    """Whether so many samples tell the time to ENOUGH."""
+    if len(samples) < FEWEST_ROUNDS:
+        return False
+    return statistics.stdev(samples) / len(samples) ** 0.5 < ENOUGH * statistics.mean(samples)
+
+
 @dataclasses.dataclass
 class Suite:
     """say: prints a progress line; total: tests that were collected; rows, captured_rows: what those measure.
 
     one_by_one: ids of rows that do not run side by side with others, as one of them ended an earlier run
+    adaptive: `rounds` are the most; sampling ends when the time is `settled`
+    once: each row is measured by one test, so that its contender, and the copies it holds, are let go of after it
     noticed: what disturbed results, and how many; failed: a line for each measurement that failed or was wrong
     """
 
@@ -54,6 +87,8 @@ class Suite:
     rows: list[Row] = dataclasses.field(default_factory=list)
     captured_rows: list[Row] = dataclasses.field(default_factory=list)
     one_by_one: frozenset[str] = frozenset()
+    adaptive: bool = False
+    once: bool = False
     done: int = 0
     noticed: Counter[str] = dataclasses.field(default_factory=Counter)
     failed: list[str] = dataclasses.field(default_factory=list)
@@ -75,8 +110,13 @@ class Suite:
 
     def kernel_time(self, benchmark: Any, row: Row, *, captured: bool) -> None:
         """GPU seconds of the kernel into pytest-benchmark's own statistics, GPU total beside them."""
-        with self._reported(row, "kernel captured" if captured else "kernel"):
-            self._kernel_time(benchmark, row, captured)
+        try:
+            with self._reported(row, "kernel captured" if captured else "kernel"):
+                self._kernel_time(benchmark, row, captured)
+        finally:
+            if self.once:
+                self._prepared.pop(row, None)
+                self._ready.pop(row, None)
 
     def _kernel_time(self, benchmark: Any, row: Row, captured: bool) -> None:
         contender, data = self.ready(row)
@@ -173,12 +213,13 @@ class Suite:
         self.say(f"[{self.done}/{self.total}] published-2024 at {tokens} tokens: {found}")
 
     def _data_of(self, row: Row) -> Data:
-        key = (row.case, row.dtype, row.scale_layout)
+        identity = (row.case, row.dtype, row.scale_layout)
+        key = self.data.key_of(*identity)
         if key != self.data.key:
             self._forget()
-            data = self.data.get(*key)
-            self._compile_ahead(data, key)
-        return self.data.get(*key)
+            self.data.get(*identity)
+            self._compile_ahead(key)
+        return self.data.get(*identity)
 
     def _forget(self) -> None:
         """Let go of the contenders: they and their captured graphs hold the data that they were prepared for."""
@@ -186,21 +227,32 @@ class Suite:
         self._ready.clear()
         self._errors.clear()
 
-    def _compile_ahead(self, data: Data, key: tuple[object, ...]) -> None:
-        """Run the backends of this data once, side by side, as compiling takes longer than measuring.
+    def _compile_ahead(self, key: tuple[object, ...]) -> None:
+        """Run what is measured on this data once, side by side, as compiling takes longer than measuring.
 
+        Not JAX's peers: XLA times variants of their products as it compiles them, and is to be alone on the GPU then.
         What fails here fails again where it is measured, and is reported there; unless it leaves the GPU unusable, when
         there is no telling which of them it was.
         """
+        few = threading.Semaphore(PEERS_AT_ONCE)
 
         def run(row: Row) -> None:
+            data = self.data.get(row.case, row.dtype, row.scale_layout)
+            if row.contender in peers.PEERS:
+                with few:
+                    peer = prepare(row, data, self.device)
+                    wait(peer.eager(), peer.framework, self.device)
+                return
             contender = self._prepared[row] = prepare(row, data, self.device)
             wait(contender.eager(), contender.framework, self.device)
             if contender.framework == "jax" and row in self.captured_rows:
                 capture(contender, self.device)
 
-        mine = [r for r in self.rows if (r.case, r.dtype, r.scale_layout) == key and r.contender not in peers.PEERS]
+        mine = [r for r in self.rows if self.data.key_of(r.case, r.dtype, r.scale_layout) == key]
+        mine = [r for r in mine if r.contender not in peers.PEERS or peers.PEERS[r.contender].framework != "jax"]
         mine = [row for row in mine if row.id not in self.one_by_one]
+        mine.sort(key=lambda r: r.contender in peers.PEERS)  # last, as few of them run at once
+        began = time.monotonic()
         self.device.clock.pause()  # CUPTI loses records of kernels that several threads launch at once
         with concurrent.futures.ThreadPoolExecutor(1 if self.device.interpret else COMPILE_THREADS) as pool:
             concurrent.futures.wait([pool.submit(run, row) for row in mine])
@@ -210,6 +262,8 @@ class Suite:
             text = f"one of {len(names)} kernels that ran side by side left the GPU unusable ({lost})"
             self.journal.write("notice", text=text, one_by_one=names)
             self._end(f"{text}: {', '.join(names)}", "one after the other, so that the one at fault is named")
+        if self.adaptive:
+            self.say(f"{len(mine)} kernels compiled side by side in {time.monotonic() - began:.1f} s")
         self.device.clock.reset()
 
     def _make_ready(self, row: Row, data: Data) -> Contender | CannotRun | AssertionError:
@@ -295,12 +349,7 @@ class Suite:
         launch = "captured" if captured else "eager"
         benchmark.group = f"{contender.row.case.name} {kind} time, {launch} ({clock} clock)"
         before = self.device.state()
-        result = benchmark.pedantic(
-            lambda: wait(call(), contender.framework, self.device),
-            setup=self.device.synchronize if self.warm else self.device.flush,
-            rounds=self.rounds,
-            iterations=1,
-        )
+        result = self._rounds(benchmark, contender, call, until_settled=self.adaptive and kind == "kernel")
         try:
             measure.recheck(contender, data, result)
         except AssertionError:
@@ -319,12 +368,37 @@ class Suite:
             "cache": "warm" if self.warm else "cold",
             "clock": clock,
             "launch": launch,
-            "samples": self.rounds,
+            "samples": len(stats.data),
             "state_before": before,
             "state_after": after,
             "sources": results.sources(),
             **({"notices": [f"{kind} {launch}: {notice}" for notice in notices]} if notices else {}),
         }
+
+    def _rounds(self, benchmark: Any, contender: Contender, call: Callable[[], Any], *, until_settled: bool) -> Any:
+        """Take the samples into pytest-benchmark's statistics; the result of the last call.
+
+        until_settled: pytest-benchmark has no rounds that end early, so what is sampled here is said to it again.
+        """
+        before = self.device.synchronize if self.warm else self.device.flush
+
+        def once() -> Any:
+            return wait(call(), contender.framework, self.device)
+
+        if not until_settled:
+            return benchmark.pedantic(once, setup=before, rounds=self.rounds, iterations=1)
+        timer = _Current.timer
+        assert timer is not None
+        samples: list[float] = []
+        result = None
+        while len(samples) < self.rounds and not settled(samples):
+            result = None  # its memory goes back before the next call asks for some
+            before()
+            start = timer()
+            result = once()
+            samples.append(timer() - start)
+        _Current.timer = _Replay(samples)
+        return benchmark.pedantic(lambda: result, setup=lambda: None, rounds=len(samples), iterations=1)
 
     def _record(self, benchmark: Any, info: dict[str, Any], *, without: tuple[str, ...] = ()) -> None:
         kept = {key: value for key, value in info.items() if key not in (*without, "launch", "clock", "samples")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -9,9 +11,11 @@ torch = pytest.importorskip("torch")
 
 from backends.arrays import torch_to_numpy  # noqa: E402
 from bench import data, peers  # noqa: E402
-from bench.cases import Case, Row, cases, order_pairs, rows  # noqa: E402
+from bench.cases import Case, Row, cases, check_shard, order_pairs, rows  # noqa: E402
 from shared import fp8, reference  # noqa: E402
+from shared.checks import ArgumentError  # noqa: E402
 from shared.models import Model  # noqa: E402
+from shared.problem import ScaleLayout  # noqa: E402
 
 RAGGED = Model(name="ragged", hidden=200, intermediate=72, experts=5, top_k=2, tp=1, source="not multiples of 128")
 DTYPES = [
@@ -64,6 +68,41 @@ def test_reference_is_the_specs(dtype: str, layout: str) -> None:
     assert float(again[2, 1].abs().max()) == 0
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "fp8-w8a8"])
+def test_batches_share_weights_and_are_the_same_whichever_are_beside_them(dtype: str) -> None:
+    several, one = [Case(RAGGED, "gate-up", tokens) for tokens in (3, 1, 7)], Case(RAGGED, "gate-up", 7)
+    found = data.build_batches(several, dtype, "channel", device="cpu", seed=1)
+    alone = data.build_batches([one], dtype, "channel", device="cpu", seed=1)[one]
+    assert len({batch.w.data_ptr() for batch in found.values()}) == 1
+    assert not torch.equal(found[several[0]].x, found[one].x[:3])
+    for name in ("x", "w", "topk_ids", "reference"):
+        assert torch.equal(getattr(found[one], name).float(), getattr(alone, name).float()), name
+    for case, batch in found.items():
+        assert (batch.problem.tokens, batch.counts.sum()) == (case.tokens, case.tokens * RAGGED.top_k)
+        again = data.reference(batch.x, batch.w, batch.w_scale, batch.topk_ids, batch.problem)
+        assert data.relative_error(again, batch.reference) < 1e-14
+        cost = batch.quantisation_error(batch.reference)
+        assert cost is None if dtype == "fp16" else cost is not None and 0.01 < cost < 0.1
+    assert np.array_equal(found[one].topk_ids, data.build(one, dtype, "channel", device="cpu", seed=1).topk_ids)
+
+
+def test_the_cache_of_batches_makes_one_layer_at_a_time_and_only_what_is_measured() -> None:
+    made: list[tuple[list[int], str]] = []
+
+    def make(batches: list[Case], dtype: str, layout: ScaleLayout) -> dict[Case, data.Data]:
+        made.append(([case.tokens for case in batches], dtype))
+        return data.build_batches(batches, dtype, layout, device="cpu")
+
+    measured = [(tokens, dtype) for dtype in ("fp16", "bf16") for tokens in (1, 4) if (tokens, dtype) != (4, "bf16")]
+    chosen = [Row(Case(RAGGED, "down", tokens), dtype, "column", "torch-triton") for tokens, dtype in measured]
+    cache = data.BatchCache(make, chosen)
+    for row in chosen:
+        assert cache.get(row.case, row.dtype, row.scale_layout).problem.tokens == row.case.tokens
+    assert made == [([1, 4], "fp16"), ([1], "bf16")]
+    cache.free()
+    assert cache.key is None
+
+
 def test_original_reference_shows_what_quantisation_costs() -> None:
     found = data.build(Case(RAGGED, "gate-up", 7), "fp8-w8a8", "channel", device="cpu")
     assert found.error(found.reference) == 0
@@ -103,12 +142,34 @@ def test_jax_shares_memory() -> None:
 
 
 def test_ids_are_readable_unique_and_round_trip() -> None:
-    for which in ("default", "full", "rehearsal"):
+    for which in ("default", "full", "targets", "rehearsal"):
         found = rows(which)
         assert len({row.id for row in found}) == len(found)
         assert all(Row.of(*row.parameters) == row for row in found)
     assert "mixtral-8x7b/gate-up/tp2/tokens-8/fp16/column/pallas-mosaic" in {row.id for row in rows("default")}
     assert "deepseek-v3/down/tp8/tokens-1/fp8-w8a8.block/grouped/jax-triton" in {row.id for row in rows("full")}
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_shards_are_the_whole_set_and_share_no_layer(parts: int) -> None:
+    shards = [rows("targets", (i, parts)) for i in range(1, parts + 1)]
+    assert sorted(row.id for shard in shards for row in shard) == sorted(row.id for row in rows("targets"))
+    layers = [{(row.case.model, row.case.gemm) for row in shard} for shard in shards]
+    assert sum(map(len, layers)) == len(set.union(*layers)) == 8
+    if parts != 3:
+        assert len({len(shard) for shard in shards}) == 1
+
+
+def test_rows_of_one_draw_of_weights_stand_together_in_the_targets_set() -> None:
+    keys = [(row.case.model, row.case.gemm, row.dtype) for row in rows("targets")]
+    assert len([1 for a, b in itertools.pairwise(keys) if a != b]) == len(set(keys)) - 1
+
+
+@pytest.mark.parametrize("given", ["0/2", "3/2", "1/9", "1", "a/b", "1/2/3", "-1/2"])
+def test_a_shard_that_is_none_is_refused(given: str) -> None:
+    with pytest.raises(ArgumentError, match=f"--shard: got '{given}'"):
+        check_shard(given, "targets")
+    assert check_shard("2/8", "targets") == (2, 8)
 
 
 def test_decode_comes_first_and_orders_are_compared() -> None:

@@ -140,6 +140,34 @@ def test_a_disturbance_stands_beside_its_result(run: Run, state: dict[str, Any],
     assert "nan" not in tables.findings(run.compact() | {"run": {"gpu": "x"}})
 
 
+@pytest.mark.parametrize(
+    ("noise", "taken"), [(0.001, suites.FEWEST_ROUNDS), (0.01, suites.FEWEST_ROUNDS), (0.02, 11), (0.3, 20)]
+)
+def test_sampling_ends_when_the_time_is_settled(
+    run: Run, monkeypatch: pytest.MonkeyPatch, noise: float, taken: int
+) -> None:
+    """A steady kernel is sampled seldom, a noisy one as often as is allowed; what was sampled is what is reported."""
+    suite = dataclasses.replace(run.suite, adaptive=True, once=True, rounds=20)
+    timed = iter(10e-6 * (1 + noise * (i % 3)) for i in range(100))
+    samples: list[float] = []
+
+    class Timer(suites.measure.GpuTimer):
+        def _take(self, records: list[Any]) -> None:
+            samples.append(next(timed))
+            self.seconds += samples[-1]
+            self.totals.append(samples[-1])
+
+    monkeypatch.setattr(suites.measure, "GpuTimer", Timer)
+    benchmark = Benchmark()
+    suite.kernel_time(benchmark, ROW, captured=False)
+    assert len(samples) == taken
+    assert benchmark.stats.stats.data == pytest.approx(samples)
+    (row,) = run.compact()["rows"]
+    assert row["samples_us"] == pytest.approx([1e6 * sample for sample in samples], abs=1e-3)
+    assert row["kernel_us"] == pytest.approx(1e6 * statistics.median(samples), abs=1e-3)
+    assert ROW not in suite._ready, "let go of: a peer's copy of the weights is gigabytes"
+
+
 def test_a_disturbance_during_an_order_comparison(run: Run) -> None:
     run.device.now |= {"clock_reasons": 0x40}
     name = ROW.id.replace("/column/", "/row-vs-column/")

@@ -1,0 +1,276 @@
+"""Generated blocks and the picture of notes/performance.md: the targets, each case, the peers, the steps taken."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from backends.registry import BACKENDS
+from bench import picture, results, tables, targets
+from bench.terminal import Table
+
+PICTURE = "floor-over-time.svg"
+STEPS = "steps-taken.json"
+STEP_FIELDS = ("step", "predicted", "measured", "source file", "verdict")
+NOT_MEASURED = "Not measured yet."
+_LOWEST = 0.5
+"""Floor over time at the dark end of the picture's scale."""
+
+
+def load(folder: Path) -> dict[str, Any] | None:
+    """The results about the targets that a GPU's folder holds; None where it holds none."""
+    paths = targets.committed(folder)
+    return _load(tuple((path, path.stat().st_mtime_ns) for path in paths)) if paths else None
+
+
+@functools.lru_cache(maxsize=4)
+def _load(files: tuple[tuple[Path, int], ...]) -> dict[str, Any] | None:
+    return targets.load([path for path, _ in files])
+
+
+def _launched(folder: Path, found: dict[str, Any] | None) -> list[dict[str, Any]]:
+    return targets.launches(targets.launch_file(folder), found)
+
+
+def targets_table(lines: list[targets.Line]) -> Table:
+    """A row per target and dtype, a column per backend: worst case, and how many of the cases meet the target."""
+    headings = ["target", "dtype", "needed", *BACKENDS, "worst case"]
+    groups: dict[tuple[str, str, str], dict[str, targets.Line]] = {}
+    for line in lines:
+        groups.setdefault((line.target, line.dtype, line.needed), {})[line.backend] = line
+    found = []
+    for (target, dtype, needed), by_backend in groups.items():
+        one = next(iter(by_backend.values()))
+        if not set(by_backend) & set(BACKENDS):  # about all backends, or about peers
+            cells = [_cell(one), *("" for _ in BACKENDS[1:])]
+        else:
+            cells = [_cell(by_backend[name]) if name in by_backend else "" for name in BACKENDS]
+        worst = [line for line in by_backend.values() if line.worst is not None]
+        pick = max if needed.startswith("<=") else min
+        case = pick(worst, key=lambda line: line.worst or 0.0).worst_case if worst else one.reason
+        found.append([target, dtype, needed, *cells, case or "–"])
+    return headings, found
+
+
+def _cell(line: targets.Line) -> str:
+    """Such as "**0.961** (20 of 20)"; bold where the target is met."""
+    shown = line.mean if line.target.endswith("geometric mean") else line.worst
+    count = f"({line.met} of {line.of})"
+    if shown is None:
+        return "not measured" if not line.met else count
+    figure = f"**{shown:.3f}**" if line.status == "met" else f"{shown:.3f}"
+    return f"{figure} {count}" + (", rest not measured" if line.reason else "")
+
+
+def cases_table(found: dict[str, Any]) -> Table:
+    """Per case and group of dtypes: MB to read, floor, fastest backend, floor over its time."""
+    headings = ["case"]
+    for group in targets.GROUPS:
+        headings += [f"{group}: MB", "floor µs", "best µs", "floor ÷ best"]
+    times, lines = targets.Times(found), []
+    for layer in targets.layers(found["run"].get("seed", 0)):
+        line = [layer.name]
+        for group, dtypes in targets.GROUPS.items():
+            row = times.best_backend(layer.name, dtypes)
+            if not layer.has(group):
+                line += ["", "", "", ""]
+            elif row is None:
+                line += [f"{layer.read_bytes[dtypes[0]] / 1e6:.0f}", "–", "–", "–"]
+            else:
+                mode = f" {row['dtype'].removeprefix('fp8-')}" if group == "FP8" else ""
+                line += [f"{layer.read_bytes[row['dtype']] / 1e6:.0f}", f"{row['floor_us']:.1f}"]
+                line += [f"{row['kernel_us']:.1f} ({row['contender']}{mode})", f"{targets.share(row):.0%}"]
+        lines.append(line)
+    return headings, lines
+
+
+def peers_table(found: dict[str, Any]) -> Table:
+    """Per case and dtype that a peer has: fastest backend, every peer, fastest peer over fastest backend."""
+    times = targets.Times(found)
+    headings = ["case", "dtype", "best backend µs", *(f"{peer} µs" for peer in times.peers), "best peer ÷ best backend"]
+    lines = []
+    for layer in targets.layers(found["run"].get("seed", 0)):
+        for dtype in ("fp16", *targets.FP8):
+            peer = times.best_peer(layer.name, dtype)
+            ours = times.best_backend(layer.name, (dtype,))
+            if peer is None or ours is None:
+                continue
+            dtypes = (dtype,) if dtype in targets.FP8 else ("fp16", "bf16")
+            each = [times.us(layer.name, dtypes, name) for name in times.peers]
+            line = [layer.name, dtype, f"{ours['kernel_us']:.1f} ({ours['contender']})"]
+            line += ["–" if us is None else f"{us:.1f}" for us in each]
+            lines.append([*line, f"{peer['kernel_us'] / ours['kernel_us']:.2f}"])
+    return headings, lines
+
+
+def points(found: dict[str, Any]) -> list[list[Any]]:
+    """[layer, tokens, dtype group, floor over time of the fastest backend]: what is drawn."""
+    times = targets.Times(found)
+    drawn = []
+    for layer in targets.layers(found["run"].get("seed", 0)):
+        for group, dtypes in targets.GROUPS.items():
+            row = times.best_backend(layer.name, dtypes)
+            if layer.has(group) and row is not None:
+                name = f"{layer.case.model.name} {layer.case.gemm}"
+                drawn.append([name, layer.case.tokens, group, round(targets.share(row), 3)])
+    return drawn
+
+
+def draw(drawn: list[list[Any]], title: str) -> str:
+    """SVG text: a panel per dtype, a row per layer, a column per batch; each cell says and shows floor over time."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    names = list(dict.fromkeys(point[0] for point in drawn))
+    batches = sorted({point[1] for point in drawn})
+    with matplotlib.rc_context(picture.SETTINGS):
+        figure, panels = plt.subplots(
+            1, len(targets.GROUPS), sharey=True, figsize=(14, 1.8 + 0.34 * len(names)), layout="constrained"
+        )
+        image = None
+        for panel, group in zip(panels, targets.GROUPS, strict=True):
+            grid = np.full((len(names), len(batches)), np.nan)
+            for name, tokens, of, value in drawn:
+                if of == group:
+                    grid[names.index(name), batches.index(tokens)] = value
+            image = panel.imshow(grid, cmap="viridis", vmin=_LOWEST, vmax=1, aspect="auto")
+            for (i, j), value in np.ndenumerate(grid):
+                if not np.isnan(value):
+                    colour = "white" if value < (1 + _LOWEST) / 2 else "black"
+                    panel.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+            panel.set_title(group)
+            panel.set_xticks(range(len(batches)), batches)
+            panel.set_xlabel("tokens")
+        panels[0].set_yticks(range(len(names)), names)
+        assert image is not None
+        figure.colorbar(image, ax=panels, label="floor ÷ kernel time", shrink=0.9)
+        figure.suptitle(title)
+        return picture.svg(figure, drawn)
+
+
+def steps_table(path: Path) -> Table:
+    """What each step predicted and measured, from a file {"steps": [{STEP_FIELDS}]} beside the results it names.
+
+    measured: text, or {"id", "field", "before", "after"}: that field of that row in two result files beside this one,
+    which is then told with its ratio. UnusableFile for other fields, and for files that are not there.
+    """
+    try:
+        steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
+        lines = [_step(path, step) for step in steps]
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise results.UnusableFile(f'{path}: not of the form {{"steps": [{{...}}]}}: {error!r}') from error
+    return list(STEP_FIELDS), lines
+
+
+def _step(path: Path, step: dict[str, Any]) -> list[str]:
+    name = step.get("step", "a step without a name")
+    if set(step) != set(STEP_FIELDS):
+        raise results.UnusableFile(f"{path}: {name}: got fields {sorted(step)}; allowed: {', '.join(STEP_FIELDS)}")
+    if not (path.parent / step["source file"]).exists():
+        raise results.UnusableFile(f"{path}: {name}: its source file {step['source file']} is not beside it")
+    measured = step["measured"]
+    if not isinstance(measured, str):
+        measured = _measured(path, name, measured)
+    return [step["step"], step["predicted"], measured, f"`{step['source file']}`", step["verdict"]]
+
+
+def _measured(path: Path, name: str, asked: dict[str, str]) -> str:
+    """Such as "176.0 → 150.2 (0.853 times), kernel_us of mixtral-8x7b/..."."""
+    values = []
+    for file in (asked["before"], asked["after"]):
+        rows = {row["id"]: row for row in results.load(path.parent / file)["rows"]}
+        value = rows.get(asked["id"], {}).get(asked["field"])
+        if value is None:
+            raise results.UnusableFile(f"{path}: {name}: {file} has no {asked['field']} of {asked['id']}")
+        values.append(float(value))
+    before, after = values
+    return f"{before:.4g} → {after:.4g} ({after / before:.3f} times), {asked['field']} of {asked['id']}"
+
+
+def environment(found: dict[str, Any]) -> str:
+    run = found["run"]
+    ceilings = [one["ceilings"] for one in results.history(run) if "ceilings" in one]
+    told = [
+        f"{name} {_range([c[key] / 1e12 for c in ceilings if key in c], digits)} {unit}"
+        for name, key, digits, unit in (
+            ("read ceiling", "read_bytes_per_s", 2, "TB/s"),
+            ("bf16", "bf16_flops", 0, "TFLOP/s"),
+            ("FP8", "fp8_flops", 0, "TFLOP/s"),
+        )
+        if any(key in c for c in ceilings)
+    ]
+    known = run.get("versions", {})
+    versions = ", ".join(f"{name} {known[name]}" for name in ("torch", "triton", "jax", "jax-triton") if name in known)
+    text = f"{run['gpu']}, {run.get('date', '')[:10]}, cold L2, {len(found['rows'])} rows; {versions}. Measured in the "
+    text += f"same run{'s' if len(ceilings) > 1 else ''}: {', '.join(told)}."
+    return "\n".join([text, *(f"\n{note}" for note in targets.doubts(found))])
+
+
+def _range(values: list[float], digits: int) -> str:
+    least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
+
+
+def summary(lines: list[targets.Line]) -> str:
+    """How many targets are met, and which are not."""
+    judged = [line for line in lines if line.status != "told"]
+    missed = [line for line in judged if line.status == "missed"]
+    unmeasured = [line for line in missed if line.reason]
+    text = f"{len(judged) - len(missed)} of {len(judged)} lines (a target for one backend and dtype) are met"
+    if unmeasured:
+        text += f"; {len(unmeasured)} are missed for want of a measurement"
+    return f"{text}."
+
+
+def _from_results(make: Callable[[dict[str, Any]], Table | str]) -> Callable[[Path, dict[str, Any]], str]:
+    def block(folder: Path, merged: dict[str, Any]) -> str:
+        found = load(folder)
+        if found is None:
+            return NOT_MEASURED
+        made = make(found)
+        return made if isinstance(made, str) else tables.markdown(made)
+
+    return block
+
+
+def _judged(folder: Path) -> list[targets.Line]:
+    found = load(folder)
+    return targets.judge(found, _launched(folder, found))
+
+
+def _picture(folder: Path, merged: dict[str, Any]) -> str:
+    if load(folder) is None:
+        return NOT_MEASURED
+    return f"![Floor over kernel time of the fastest backend](../bench/results/{folder.name}/{PICTURE})"
+
+
+def _steps(folder: Path, merged: dict[str, Any]) -> str:
+    path = folder / STEPS
+    return tables.markdown(steps_table(path)) if path.exists() else NOT_MEASURED
+
+
+BLOCKS: dict[str, Callable[[Path, dict[str, Any]], str]] = {
+    "targets-environment": _from_results(environment),
+    "targets-summary": lambda folder, merged: summary(_judged(folder)) if load(folder) else NOT_MEASURED,
+    "targets": lambda folder, merged: tables.markdown(targets_table(_judged(folder))),
+    "targets-cases": _from_results(cases_table),
+    "targets-peers": _from_results(peers_table),
+    "targets-picture": _picture,
+    "steps-taken": _steps,
+}
+
+
+def pictures(folder: Path) -> dict[str, tuple[list[list[Any]], Callable[[], str]]]:
+    """{file name: (what it shows, how to draw it)}, empty without results."""
+    found = load(folder)
+    drawn = points(found) if found else []
+    if not found or not drawn:
+        return {}
+    title = f"{found['run']['gpu']}, cold L2: floor over kernel time of the fastest backend (1: nothing left)"
+    return {PICTURE: (drawn, lambda: draw(drawn, title))}

@@ -1,0 +1,358 @@
+"""The speed targets: each is met by a made-up run that meets it, and missed by name where that run is broken."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from backends.registry import BACKENDS
+from bench import performance, report, results, tables, targets
+from bench.__main__ import app
+from bench.cases import Row, rows
+
+READ, BF16, FP8 = 4.7e12, 8e14, 1.5e15
+RUN: dict[str, Any] = {
+    "gpu": "NVIDIA H200", "clock": "cupti", "cache": "cold", "routing": "uniform", "seed": 0, "set": "targets",
+    "rounds": 20, "sources": "abc", "date": "2026-01-02T03:04:05Z", "versions": {"torch": "1", "triton": "2"},
+    "ceilings": {"read_bytes_per_s": READ, "bf16_flops": BF16, "fp8_flops": FP8},
+}  # fmt: skip
+PEERS = ("vllm-fused-moe", "triton-kernels-matmul", "torch-grouped-mm", "jax-ragged-dot", "tokamax-ragged-dot")
+Found = dict[str, Any]
+Launched = list[dict[str, Any]]
+
+
+@functools.cache
+def _rows() -> tuple[dict[str, Any], ...]:
+    """Backends at 0.97 of the floor, every peer 1.2 times as slow."""
+    read = {layer.name: layer.read_bytes for layer in targets.layers()}
+    found = []
+    for row in rows("targets"):
+        if row.contender in BACKENDS:
+            slots = row.problem.slots
+            rate = FP8 if row.dtype == "fp8-w8a8" else BF16
+            floor = 1e6 * max(read[row.case.name][row.dtype] / READ, 2 * slots * row.problem.n * row.problem.k / rate)
+            found.append(_row(row, floor, floor / 0.97))
+            if row.order == "column" and row.contender == BACKENDS[0] and row.dtype != "fp16":
+                found += [_row(dataclasses.replace(row, order="own", contender=p), floor, floor * 1.25) for p in PEERS]
+            if row.dtype == "fp16" and row.contender == BACKENDS[0]:
+                peer = dataclasses.replace(row, order="own", contender="torch-cublas-loop")
+                found.append(_row(peer, floor, floor * 1.25))
+    return tuple(found)
+
+
+def _row(row: Row, floor: float, us: float) -> dict[str, Any]:
+    return {
+        "id": row.id, "case": row.case.name, "dtype": row.dtype, "scale_layout": row.problem.scale_layout,
+        "order": row.order, "contender": row.contender, "floor_us": floor, "kernel_us": us,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def found() -> Found:
+    return {"run": dict(RUN), "rows": [dict(row) for row in _rows()], "pairs": [], "published": [], "skipped": {}}
+
+
+@pytest.fixture
+def launched() -> Launched:
+    nothing: dict[str, Any] = {"graph_layer_us": None, "eager_steady_us": None, "jit_layer_us": None}
+    lines = []
+    for backend in BACKENDS:
+        times: dict[str, Any] = {"jit_layer_us": 140.0}
+        if backend == "torch-triton":
+            times = {"graph_layer_us": 103.0, "eager_steady_us": 119.0}
+        lines.append({"backend": backend, "case": "a", "dtype": "fp16", "kernel_us": 100.0, **nothing, **times})
+    return lines
+
+
+def of(found: Found, case: str, dtype: str, contender: str | None = None) -> Iterator[dict[str, Any]]:
+    """The backends' rows of a case and dtype, or those of one contender."""
+    names = (contender,) if contender else BACKENDS
+    yield from (r for r in found["rows"] if (r["case"], r["dtype"]) == (case, dtype) and r["contender"] in names)
+
+
+def slow(found: Found, case: str, dtype: str, factor: float, contender: str | None = None) -> None:
+    for row in of(found, case, dtype, contender):
+        row["kernel_us"] *= factor
+
+
+def missed(found: Found | None, launched: Launched = []) -> set[tuple[str, str]]:  # noqa: B006
+    return {(line.target, line.dtype) for line in targets.judge(found, launched) if line.status == "missed"}
+
+
+def test_a_run_that_meets_all_targets_passes(found: Found, launched: Launched) -> None:
+    lines = targets.judge(found, launched)
+    assert missed(found, launched) == set()
+    assert targets.met(lines)
+    told = {line.target for line in lines if line.status == "told"}
+    assert told == {"floor / time, decode, less than 15 MB", "call - kernel, inside jax.jit"}
+    sizes = [line for line in lines if line.target.startswith("floor") and line.backend == BACKENDS[0]]
+    assert sum(line.of for line in sizes) == 80 + 32 + 80, "each case in one line per dtype group"
+
+
+MIXTRAL, QWEN = "mixtral-8x7b/gate-up/tp2/tokens-{}", "qwen3-30b-a3b/down/tp1/tokens-{}"
+Break = Callable[[Found, Launched], None]
+
+
+def floor(case: str, dtypes: tuple[str, ...], factor: float) -> Break:
+    def broken(found: Found, launched: Launched) -> None:
+        for dtype in dtypes:
+            slow(found, case, dtype, factor)
+
+    return broken
+
+
+def peers(factor: float, dtypes: tuple[str, ...], case: str | None = None) -> Break:
+    def broken(found: Found, launched: Launched) -> None:
+        for row in found["rows"]:
+            if row["contender"] not in BACKENDS and row["dtype"] in dtypes and case in (None, row["case"]):
+                row["kernel_us"] *= factor
+
+    return broken
+
+
+def call(field: str, value: Any, backend: str = "torch-triton") -> Break:
+    def broken(found: Found, launched: Launched) -> None:
+        next(line for line in launched if line["backend"] == backend)[field] = value
+
+    return broken
+
+
+def one_backend(dtype: str) -> Break:
+    return lambda found, launched: slow(found, MIXTRAL.format(256), dtype, 1 / 1.06, "jax-triton")
+
+
+def without(name: str) -> Break:
+    def broken(found: Found, launched: Launched) -> None:
+        found["rows"] = [row for row in found["rows"] if row["contender"] != name]
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("break_it", "target", "dtype"),
+    [
+        (floor(MIXTRAL.format(8), ("fp16",), 1.03), "floor / time, decode, 200 MB and more", "fp16"),
+        (floor(MIXTRAL.format(64), ("bf16",), 1.03), "floor / time, decode, 200 MB and more", "bf16"),
+        (floor(MIXTRAL.format(8), targets.FP8, 1.03), "floor / time, decode, 200 MB and more", "FP8"),
+        (floor(QWEN.format(4), ("fp16",), 1.08), "floor / time, decode, 50 to 200 MB", "fp16"),
+        (floor("deepseek-v3/down/tp8/tokens-1", ("fp16",), 1.22), "floor / time, decode, 15 to 50 MB", "fp16"),
+        (floor(QWEN.format(4), targets.FP8, 1.22), "floor / time, decode, 15 to 50 MB", "FP8"),
+        (floor(MIXTRAL.format(256), ("fp16",), 1.15), "floor / time, 128 to 512 tokens", "fp16"),
+        (floor(MIXTRAL.format(512), targets.FP8, 1.15), "floor / time, 128 to 512 tokens", "FP8"),
+        (floor(MIXTRAL.format(8), ("fp16",), 0.94), "fp16 time / FP8 time, decode, 200 MB and more", "FP8"),
+        (peers(0.8, ("fp8-w8a8",), MIXTRAL.format(8)), "best peer's time / time, each case", "FP8"),
+        (peers(0.89, targets.FP8), "best peer's time / time, geometric mean", "FP8"),
+        (without("vllm-fused-moe"), "peers that were measured", ""),
+        (without("jax-ragged-dot"), "peers that were measured", ""),
+        (one_backend("fp16"), "slowest backend / fastest", "fp16"),
+        (one_backend("fp8-w8a16"), "slowest backend / fastest", "fp8-w8a16"),
+        (call("graph_layer_us", 104.5), "call - kernel, CUDA graph", ""),
+        (call("eager_steady_us", 120.5), "call - kernel, torch eager", ""),
+        (call("eager_steady_us", None), "call - kernel, torch eager", ""),
+        (call("jit_layer_us", None, "jax-triton"), "call - kernel, inside jax.jit", ""),
+    ],
+)
+def test_each_broken_target_is_named_alone(
+    found: Found, launched: Launched, break_it: Break, target: str, dtype: str
+) -> None:
+    break_it(found, launched)
+    assert missed(found, launched) == {(target, dtype)}
+
+
+def test_a_missing_row_is_missed_as_not_measured(found: Found, launched: Launched) -> None:
+    case = MIXTRAL.format(8)
+    found["rows"] = [row for row in found["rows"] if (row["case"], row["contender"]) != (case, "jax-triton")]
+    found["skipped"][f"{case}/bf16/column/jax-triton"] = "jax is not installed"
+    lines = [line for line in targets.judge(found, launched) if line.status == "missed"]
+    assert all(line.reason.startswith(f"not measured: {case}") for line in lines)
+    floors = {(line.dtype, line.backend) for line in lines if line.target.startswith("floor")}
+    assert floors == {(dtype, "jax-triton") for dtype in ("fp16", "bf16", "FP8")}
+    assert any("jax is not installed" in line.reason for line in lines if line.dtype == "bf16")
+    assert {line.target for line in lines} >= {"slowest backend / fastest", "best peer's time / time, each case"}
+
+
+def test_a_wrong_result_in_one_order_is_not_hidden_by_another(found: Found, launched: Launched) -> None:
+    case = MIXTRAL.format(128)
+    column = next(row for row in of(found, case, "fp16", "pallas-mosaic") if row["order"] == "column")
+    del column["kernel_us"]
+    column["failures"] = {"kernel": "wrong: error 1.0e-01 > 4.2e-04"}
+    (line,) = [
+        line
+        for line in targets.judge(found, launched)
+        if line.status == "missed" and line.target.startswith("floor") and line.dtype == "fp16"
+    ]
+    assert "column order: wrong: error 1.0e-01" in line.reason
+
+
+def test_the_fastest_order_and_the_faster_fp8_mode_count(found: Found, launched: Launched) -> None:
+    case = MIXTRAL.format(64)
+    column = next(row for row in of(found, case, "fp16", "pallas-mosaic") if row["order"] == "column")
+    column["kernel_us"] *= 1.5
+    assert missed(found, launched) == set()
+    floor(case, ("fp8-w8a16",), 1.03)(found, launched)
+    assert missed(found, launched) == set()
+
+
+def test_without_any_result_every_target_is_missed() -> None:
+    lines = targets.judge(None)
+    assert {line.status for line in lines if line.needed != "–"} == {"missed"}
+    assert all(line.reason.startswith("not measured") for line in lines)
+
+
+# Files and the command
+
+
+def write(path: Path, found: Found, **changes: Any) -> Path:
+    """A run's JSON lines."""
+    lines = [{"kind": "run", **found["run"], **changes}, *({"kind": "time", **row} for row in found["rows"])]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def shards(found: Found, folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """Two parts of a run; changes: how the second's first line differs."""
+    halves = [{"run": found["run"], "rows": [r for r in found["rows"] if ("/down/" in r["id"]) == d]} for d in (0, 1)]
+    first = write(folder / "targets-1of2.jsonl", halves[0], shard="1/2")
+    return first, write(folder / "targets-2of2.jsonl", halves[1], shard="2/2", **changes)
+
+
+def command(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["targets", *map(str, arguments)])
+
+
+def test_two_shards_and_the_launch_file_pass_together(found: Found, launched: Launched, tmp_path: Path) -> None:
+    ceilings = {"read_bytes_per_s": 4.6e12}
+    first, second = shards(found, tmp_path, date="2026-01-02T03:04:06Z", ceilings=ceilings)
+    (tmp_path / "launch.jsonl").write_text("".join(json.dumps(line) + "\n" for line in launched))
+    passed = command("--from", first, "--from", second)
+    assert passed.exit_code == 0, passed.output
+    assert passed.output.strip().endswith("met")
+
+    alone = command("--from", first, "--json")
+    content = json.loads(alone.output)
+    assert (alone.exit_code, content["met"]) == (1, False)
+    assert all("not measured" in line["reason"] for line in content["lines"] if line["status"] == "missed")
+
+    (tmp_path / "launch.jsonl").unlink()
+    without_launch = command("--from", first, "--from", second)
+    assert without_launch.exit_code == 1
+    assert "no launch.jsonl" in without_launch.output
+    assert without_launch.output.strip().endswith("missed")
+
+
+def test_call_costs_are_read_from_either_form_of_line(launched: Launched, tmp_path: Path) -> None:
+    """Kernel time in a graph's layer is that layer's own; of a cell measured twice, the last line counts."""
+    us = {"kernel": 100.0, "layer_kernel": 90.0, "layer": 93.0, "steady": 119.0}
+    lines = [
+        {"backend": "torch-triton", "case": "a", "dtype": "fp16", "us": us | {"layer": 200.0}},
+        {"backend": "torch-triton", "case": "a", "dtype": "fp16", "us": us},
+        {"backend": "jax-triton", "case": "a", "dtype": "fp16", "failed": "RuntimeError: out of memory"},
+    ]
+    path = tmp_path / "launch-cost.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert targets.launch_file(tmp_path) == path
+    calls = [line for line in targets.judge(None, targets.launches(path, None)) if line.target.startswith("call")]
+    found = {(line.target.split(", ")[1], line.backend): line for line in calls}
+    assert found["CUDA graph", "torch-triton"].worst == pytest.approx(3.0)
+    assert found["torch eager", "torch-triton"].worst == pytest.approx(19.0)
+    assert "out of memory" in found["inside jax.jit", "jax-triton"].reason
+    path.write_text(json.dumps(lines[1] | {"gpu": "NVIDIA H100"}) + "\n")
+    with pytest.raises(results.UnusableFile, match="of NVIDIA H100; the kernel times are of NVIDIA H200"):
+        targets.launches(path, {"run": RUN})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"gpu": "NVIDIA H100"}, "gpu: NVIDIA H200 and NVIDIA H100"),
+        ({"versions": {"torch": "1", "triton": "3"}}, "triton: 2 and 3"),
+        ({"sources": "def"}, "sources: abc and def"),
+        ({"cache": "warm"}, "cache is 'warm'"),
+        ({"routing": "zipf-1.2"}, "routing is 'zipf-1.2'"),
+        ({"clock": "rehearsal"}, "a rehearsal"),
+    ],
+)
+def test_parts_of_other_runs_are_refused(found: Found, tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    found["rows"] = found["rows"][:2]
+    first, second = shards(found, tmp_path, **change)
+    refused = command("--from", first, "--from", second)
+    assert refused.exit_code == 2
+    assert told in refused.output
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    for option in ("--from", "--launch"):
+        refused = command(option, tmp_path / "none.jsonl")
+        assert refused.exit_code == 2
+        assert "none.jsonl" in refused.output
+
+
+# The note
+
+
+def test_the_note_shows_results_and_says_where_there_are_none(found: Found, launched: Launched, tmp_path: Path) -> None:
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    for name, block in performance.BLOCKS.items():
+        assert "ot measured" in block(folder, {}), name
+    assert performance.pictures(folder) == {}
+
+    slow(found, MIXTRAL.format(8), "fp16", 1.03, "jax-triton")
+    shards(found, folder)
+    blocks = {name: block(folder, {}) for name, block in performance.BLOCKS.items()}
+    line = next(line for line in blocks["targets"].splitlines() if "200 MB and more | fp16 | >= 0.95" in line)
+    assert line.startswith(
+        "| floor / time, decode, 200 MB and more | fp16 | >= 0.95 | **0.970** (40 of 40) | 0.942 (39 of"
+    )
+    assert line.endswith(f"{MIXTRAL.format(8)} |")
+    assert blocks["targets-cases"].count("\n") == 81
+    assert "97%" in blocks["targets-cases"]
+    assert "1.21" in blocks["targets-peers"]
+    assert "read ceiling 4.70 TB/s" in blocks["targets-environment"]
+    drawn, draw = performance.pictures(folder)[performance.PICTURE]
+    assert len(drawn) == 80 + 32 + 80
+    path = folder / performance.PICTURE
+    path.write_text(draw())
+    assert path.read_text().count(">0.97<") == len(drawn)
+    slow(found, MIXTRAL.format(8), "fp16", 1.5)
+    shards(found, folder, date="2026-01-02T03:04:06Z")
+    changed, _ = performance.pictures(folder)[performance.PICTURE]
+    assert report.picture.shows(path, drawn)
+    assert not report.picture.shows(path, changed)
+
+
+def test_a_step_is_told_from_the_files_that_it_names(found: Found, tmp_path: Path) -> None:
+    case = MIXTRAL.format(8)
+    write(tmp_path / "before.jsonl", found)
+    slow(found, case, "fp16", 0.5)
+    write(tmp_path / "after.jsonl", found)
+    name = f"{case}/fp16/column/torch-triton"
+    measured = {"id": name, "field": "kernel_us", "before": "before.jsonl", "after": "after.jsonl"}
+    step = {
+        "step": "a",
+        "predicted": "0.5 times",
+        "measured": measured,
+        "source file": "after.jsonl",
+        "verdict": "held",
+    }
+    path = tmp_path / performance.STEPS
+    path.write_text(json.dumps({"steps": [step, step | {"measured": "nothing"}]}))
+    told = tables.markdown(performance.steps_table(path))
+    assert f"(0.500 times), kernel_us of {name}" in told
+    assert "| nothing | `after.jsonl` | held |" in told
+    for wrong, message in (
+        ({"source file": "gone.jsonl"}, "gone.jsonl is not beside it"),
+        ({"unknown": 1}, "allowed: step, predicted"),
+        ({"measured": measured | {"id": "x"}}, "has no kernel_us of x"),
+        ({"measured": 3}, "not of the form"),
+    ):
+        path.write_text(json.dumps({"steps": [step | wrong]}))
+        with pytest.raises(results.UnusableFile, match=message):
+            performance.steps_table(path)
