@@ -173,16 +173,6 @@ def blocks_per_sm(problem: Problem, config: Config) -> int:
     return max(1, min(4, by_memory, by_registers))
 
 
-def cluster_size(problem: Problem, config: Config) -> int:
-    """Thread blocks that share the rows of x they read: 2 for tall tiles of two warp-groups, else 1.
-
-    Each reads half of them and TMA puts it into both blocks' shared memory. What tall tiles read of L2 bounds them: as
-    many bytes of x as of weights.
-    """
-    shares = config.num_warps == 8 and tile_height(problem, config) >= 96 and problem.tile_cols(config.block_n) > 1
-    return 2 if shares else 1
-
-
 def _registers(problem: Problem, config: Config) -> int:
     """Registers of a thread: its part of the sums, of the widened weights, and what addresses take."""
     widened = config.block_n * config.block_k // (64 * config.num_warps) if problem.dtype == "fp8-w8a16" else 0
@@ -234,8 +224,7 @@ def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, popularity, fill, problem, o
     rows = mosaic_rows.prepare(x, topk_ids, topk_weight, popularity, k, problem, order, config)
     w = pad_to(w, (problem.experts, n, k))
     if problem.scale_layout == "channel":
-        channels = _round_up(problem.n, cluster_size(problem, config) * config.block_n)
-        w_scale = pad_to(w_scale, (problem.experts, channels))
+        w_scale = pad_to(w_scale, (problem.experts, problem.tile_cols(config.block_n) * config.block_n))
     gemm = _kernel(problem, order, config, blocks, interpret)
     y_rows = gemm(*rows[:-1], w, w_scale, fill=fill)
     # One matrix, or one for each part of K, added in this order.
@@ -259,8 +248,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     heights = [height] if reads_all_tokens(problem) else _heights(height)
     output_shape = groups, slots, output_rows, group_n = _output_shape(problem, config)
     k_steps = ceil_div(problem.k, block_k)
-    pair = 1 if interpret else cluster_size(problem, config)  # the interpreter waits for ever where blocks share copies
-    tile_cols = ceil_div(problem.tile_cols(block_n), pair)  # that the order walks: a cluster's blocks have one each
+    tile_cols = problem.tile_cols(block_n)
     parts, steps_per_part = config.parts(problem.k), config.k_steps_per_split(problem.k)
     y_dtype = _sum_dtype(problem, config)
     adds_up = parts > 1 and config.reduction != "two-pass"
@@ -269,8 +257,6 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     store_op: Literal["add"] | None = "add" if adds_up else None
     block_scaled = problem.scale_layout == "block"
     widens = problem.dtype == "fp8-w8a16"
-    clusters = blocks // pair
-    multicast = "member" if pair > 1 else None
     trades_registers = _registers(problem, config) > REGISTERS_OF_THREE
 
     def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled, freed, wide_smem=None):
@@ -279,17 +265,15 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         tiles = tile_rows * tile_cols
         block = lax.axis_index("block")
         group = lax.axis_index("group")
-        my_tiles = lax.div(tiles * parts - block + (clusters - 1), jnp.int32(clusters))
+        my_tiles = lax.div(tiles * parts - block + (blocks - 1), jnp.int32(blocks))
 
         # Locate tile
         def locate(i: jax.Array) -> Tile:
-            pid, part = block + i * clusters, jnp.int32(0)
+            pid, part = block + i * blocks, jnp.int32(0)
             if parts > 1:
                 part = lax.div(pid, tiles)
                 pid -= part * tiles
             row, col = _tile(order, pid, tile_rows, tile_cols, config.group_m, span_gmem)
-            if pair > 1:
-                col = col * pair + lax.axis_index("member")
             needed = jnp.int32(0)
             for h in heights[:-1]:
                 needed += (slot_gmem[row * height + h] < problem.slots).astype(jnp.int32)
@@ -332,9 +316,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
 
                 def copy_x(h: int) -> None:
                     source = x_gmem.at[pl.ds(x_row(tile), h), k_slice]
-                    plgpu.copy_gmem_to_smem(
-                        source, x_smem.at[stage, pl.ds(0, h)], filled.at[stage], collective_axes=multicast
-                    )
+                    plgpu.copy_gmem_to_smem(source, x_smem.at[stage, pl.ds(0, h)], filled.at[stage])
 
                 with_height(tile, copy_x)
                 plgpu.copy_gmem_to_smem(w_gmem.at[tile.expert, columns, k_slice], w_smem.at[stage], filled.at[stage])
@@ -466,9 +448,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             _operand((stages, block_n, block_k), w),
             plgpu.SMEM(output_shape, y_dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
-            if multicast is None
-            else plgpu.ClusterBarrier(collective_axes=(multicast,), num_arrivals=groups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         ]
         if widens and interpret:  # the interpreter's wgmma reads shared memory only
             scratch.append(plgpu.SMEM((groups, group_n, block_k), jnp.float16))
@@ -476,10 +456,8 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             with_optional,
             out_type=y_type if before is None else (),
             scratch_types=scratch,
-            grid=(clusters,),
+            grid=(blocks,),
             grid_names=("block",),
-            cluster=(pair,) if pair > 1 else (),
-            cluster_names=(multicast,) if multicast else (),
             num_threads=groups + 1,
             thread_name="group",
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
