@@ -105,7 +105,7 @@ def unrecorded(
     # What depends on no value is checked once; a trace, and what no dictionary can look up, each time.
     often = not traced and type(config) in _LOOKED_UP and type(mode) in _LOOKED_UP and type(order) is type(backend) is str
     check = _checked if often else _checked.__wrapped__
-    checked = check(signatures, mode, order, config, backend, None if _says_gpu(signatures[0]) else _gpu_name(None))
+    checked = check(signatures, mode, order, config, backend, None if _told(signatures[0]) else _gpu_name())
     problem, kind, device, on_cpu = checked.problem, checked.kind, checked.device, checked.on_cpu
     module = load(backend)
     if kind == "torch":
@@ -233,18 +233,20 @@ def _check_strides(x: ArraySpec, w: ArraySpec, module: Backend) -> None:
                 )
 
 
-def _says_gpu(x: arrays.Signature | None) -> bool:
-    """Whether x is on a GPU of its framework, so that `_gpu_name` depends on its signature alone."""
-    if x is None or x[4] is None:
-        return False
-    return x[4].type == "cuda" if x[0] == "torch" else all(device.platform == "gpu" for device in x[4].device_set)
+def _told(x: arrays.Signature | None) -> bool:
+    """Whether `_gpu_name` of this signature is the same in every call: x's GPU, or, of JAX, what JAX sees."""
+    return x is not None and x[4] is not None and (x[0] == "jax" or x[4].type == "cuda")
 
 
 def _gpu_name(x: arrays.Signature | None = None) -> str | None:
     """Name of the GPU that x is on; where it is on none, of the first one that a loaded framework sees; else None."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
-    if x is not None and _says_gpu(x):
-        return torch.cuda.get_device_name(x[4]) if x[0] == "torch" else next(iter(x[4].device_set)).device_kind  # type: ignore[union-attr]
+    if x is not None and x[0] == "torch" and x[4].type == "cuda":
+        return torch.cuda.get_device_name(x[4])  # type: ignore[union-attr]
+    if x is not None and x[0] == "jax" and x[4] is not None:
+        (device,) = x[4].device_set
+        if device.platform == "gpu":
+            return device.device_kind
     if torch is not None and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     if jax is not None and jax.default_backend() == "gpu":
