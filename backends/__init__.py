@@ -101,13 +101,13 @@ def unrecorded(
     signatures = tuple(
         [None if a is None else arrays.signature(name, a) for name, a in zip(ARRAYS, given, strict=True)]
     )
-    traced = any([of is not None and of[0] == "jax" and of[4] is None for of in signatures])
+    traced = (signatures[0] is None or signatures[0][0] != "torch") and any(map(_is_traced, signatures))
     # What depends on no value is checked once; a trace, and what no dictionary can look up, each time.
-    often = not traced and type(config) in _LOOKED_UP and type(mode) in _LOOKED_UP and type(order) is type(backend) is str
+    often = not traced and {type(config), type(mode), type(order), type(backend)} <= _LOOKED_UP
     check = _checked if often else _checked.__wrapped__
     checked = check(signatures, mode, order, config, backend, None if _told(signatures[0]) else _gpu_name())
-    problem, kind, device, on_cpu = checked.problem, checked.kind, checked.device, checked.on_cpu
-    module = load(backend)
+    problem, best, kind, device, on_cpu, module = checked
+    asked, config = config, config or best
     if kind == "torch":
         from backends import torch_op
 
@@ -128,30 +128,35 @@ def unrecorded(
     if problem.slots == 0:
         return arrays.empty((problem.tokens, problem.top_k, problem.n), x)
 
-    run = functools.partial(
-        module.moe_gemm, problem=problem, order=order, config=config or checked.config, interpret=interpret
-    )
+    how: dict[str, Any] = {"problem": problem, "order": order, "config": config, "interpret": interpret}
     if traced:
         from backends import jax_rules
 
+        def run(*native: Any) -> Any:
+            return module.moe_gemm(*native[:5], **how, popularity=native[5])
+
         again = functools.partial(
-            unrecorded, mode=mode, order=order, config=config, backend=backend, interpret=interpret, validate=validate
+            unrecorded, mode=mode, order=order, config=asked, backend=backend, interpret=interpret, validate=validate
         )
-        return jax_rules.call(lambda *a: run(*a[:5], popularity=a[5]), again, dict(zip(ARRAYS, given, strict=True)))
+        return jax_rules.call(run, again, dict(zip(ARRAYS, given, strict=True)))
     if kind == module.FRAMEWORK == "torch":
-        return run(x, w, topk_ids, w_scale, topk_weight, popularity=popularity)
+        return module.moe_gemm(x, w, topk_ids, w_scale, topk_weight, **how, popularity=popularity)
     with arrays.same_current_device():
-        native = given
+        native: tuple[Any, ...] = given
         if kind != module.FRAMEWORK:
             native = tuple(
                 [None if a is None else arrays.to_framework(a, module.FRAMEWORK, on_gpu=not interpret) for a in given]
             )
-        y = run(*native[:5], popularity=native[5])
+        y = module.moe_gemm(*native[:5], **how, popularity=native[5])
         return y if kind == module.FRAMEWORK else arrays.from_framework(y, kind)
 
 
+def _is_traced(of: arrays.Signature | None) -> bool:
+    return of is not None and of[0] == "jax" and of[4] is None
+
+
 ARRAYS = ("x", "w", "topk_ids", "w_scale", "topk_weight", "popularity")
-_LOOKED_UP = (str, Config, type(None))
+_LOOKED_UP = {str, Config, type(None)}
 """Types of options that a dictionary can look up."""
 
 
@@ -163,6 +168,7 @@ class Checked(NamedTuple):
     kind: str
     device: str | None
     on_cpu: bool
+    module: Backend
 
 
 @functools.lru_cache(maxsize=4096)
@@ -195,7 +201,8 @@ def _checked(
         refusal = module.unsupported(problem, config)
     if refusal is not None:
         raise ArgumentError(refusal)
-    return Checked(problem, config, x.kind, x.device, x.kind == "numpy" or "cpu" in (x.device or "").lower())
+    on_cpu = x.kind == "numpy" or "cpu" in (x.device or "").lower()
+    return Checked(problem, config, x.kind, x.device, on_cpu, module)
 
 
 @functools.lru_cache

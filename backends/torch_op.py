@@ -34,10 +34,7 @@ def recording(given: Sequence[Any]) -> bool:
         return False
     if _modes() > 0 or _is_tracing() or _inside_torch_func():
         return True
-    for array in given:
-        if array is not None and type(array) not in _PLAIN and isinstance(array, torch.Tensor):
-            return True
-    return False
+    return any([isinstance(array, torch.Tensor) for array in given if type(array) not in _PLAIN and array is not None])
 
 
 _modes, _is_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
@@ -62,7 +59,7 @@ def call(given: Sequence[Any], config: Config | None, **options: Any) -> torch.T
         required = name in _NAMES[:3]
         if not isinstance(array, torch.Tensor) and (required or array is not None):
             raise ArgumentError(f"{name}: got {type(array).__name__} under torch.compile; allowed there: torch.Tensor")
-    check_no_gradient(given)
+    check_no_gradient(given, recorded=torch.compiler.is_compiling() and _inside_torch_func())
     if config is not None and not isinstance(config, Config):
         raise ArgumentError(f"config: got {type(config).__name__}; allowed: backends.Config or None")
     # Numbers stay numbers: Dynamo may have symbols for them, which the operator's schema makes it resolve.
@@ -72,9 +69,11 @@ def call(given: Sequence[Any], config: Config | None, **options: Any) -> torch.T
     return operator(*given, numbers, text)
 
 
-def check_no_gradient(given: Sequence[Any]) -> None:
-    """ArgumentError where autograd or forward-mode differentiation would have to go through the call; as in `call`."""
-    recorded = torch.compiler.is_compiling() and _inside_torch_func()
+def check_no_gradient(given: Sequence[Any], *, recorded: bool = False) -> None:
+    """ArgumentError where autograd or forward-mode differentiation would have to go through the call.
+
+    given: as in `call`. recorded: Dynamo traces this inside of torch.func.
+    """
     backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
     for name, tensor in zip(_NAMES, given, strict=True):
         if tensor is None:

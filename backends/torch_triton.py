@@ -75,7 +75,7 @@ def moe_gemm(
     if work.kept is not None and not interpret and fill is None and (y := _again(work, given)) is not None:
         return y
 
-    buffers = dict(zip(_GIVEN, given, strict=True))
+    buffers: dict[str, Any] = dict(zip(_GIVEN, given, strict=True))
     for name, shape, dtype in work.buffers:
         buffers[name] = torch.empty(shape, device=x.device, dtype=dtype)
         if fill is not None and name in ("y", "sums"):
@@ -193,13 +193,11 @@ def _again(work: Work, given: tuple[torch.Tensor | None, ...]) -> torch.Tensor |
     """y by the kept kernels, with one allocation beside it; None where these arrays need other kernels."""
     import torch
 
-    from backends import triton_again
-
-    x = given[0]
+    x, kept = given[0], work.kept
     assert x is not None
-    assert work.kept is not None
+    assert kept is not None
     device = x.device
-    if device.index not in (None, triton_again.current_device()):
+    if not kept.is_current(device.index):
         with torch.cuda.device(device):
             return _again(work, given)
     _, shape, dtype = work.buffers[-1]
@@ -209,9 +207,9 @@ def _again(work: Work, given: tuple[torch.Tensor | None, ...]) -> torch.Tensor |
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
     addresses += [start + offset for offset in work.offsets]
     addresses.append(y.data_ptr())
-    if not triton_again.usable(addresses):
+    if not kept.usable(addresses):
         return None
-    work.kept.launch(addresses, device.index or 0)
+    kept.launch(addresses, device.index or 0)
     return y
 
 
@@ -219,10 +217,10 @@ def _keep(work: Work, buffers: dict[str, Any], kernels: list[Any]) -> None:
     """Keep the kernels that Triton compiled for a call with these buffers, if other calls may use them."""
     from backends import triton_again, triton_kernel
 
-    if not triton_again.usable([0 if tensor is None else tensor.data_ptr() for tensor in buffers.values()]):
+    kept = triton_again.Kept()
+    if not kept.usable([0 if tensor is None else tensor.data_ptr() for tensor in buffers.values()]):
         return
     names = list(buffers)
-    kept = triton_again.Kept()
     for step, kernel in zip(work.steps, kernels, strict=True):
         parameters = getattr(triton_kernel, step.kernel).arg_names[len(step.buffers) + len(step.numbers) :]
         values = (*step.numbers, *(step.constants[name] for name in parameters))

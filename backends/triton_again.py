@@ -1,7 +1,7 @@
 """Launches of kernels that Triton has compiled for an earlier call, without its dispatch.
 
-`kernel[grid](...)` looks at every argument of every launch to find the variant that it has compiled, which costs the host
-several times what the launch itself does. Calls that share shapes, strides, dtypes, device and config share their
+`kernel[grid](...)` looks at every argument of every launch to find the variant that it has compiled, which costs the
+host several times what the launch itself does. Calls that share shapes, strides, dtypes, device and config share their
 variants, but for what is looked at here, call by call. What Triton's dispatch depends on:
 
     dtypes of buffers, numbers, constants, options      the same in all calls that share a `Kept`
@@ -39,19 +39,22 @@ class Kept:
         pick = operator.itemgetter(*buffers) if len(buffers) > 1 else lambda addresses: (addresses[buffers[0]],)
         self._launches.append((compiled.run, grid, compiled.function, compiled.packed_metadata, pick, tuple(values)))
 
+    def usable(self, addresses: Sequence[int]) -> bool:
+        """Whether a call with these addresses may use kept kernels, and its own may be kept."""
+        seen = 0
+        for address in addresses:
+            seen |= address
+        return seen % ALIGNMENT == 0 and not watched()
+
+    def is_current(self, device: int | None) -> bool:
+        """Whether launches go to this device as things are; None: a device that has no number."""
+        return device is None or device == driver.active.get_current_device()
+
     def launch(self, addresses: Sequence[int], device: int) -> None:
         """All launches, on the current stream of the device, which is the current one."""
         stream = driver.active.get_current_stream(device)
         for run, grid, function, metadata, pick, values in self._launches:
             run(grid, 1, 1, stream, function, metadata, None, None, None, *pick(addresses), *values)
-
-
-def usable(addresses: Sequence[int]) -> bool:
-    """Whether a call with these addresses may use kept kernels, and its own may be kept."""
-    seen = 0
-    for address in addresses:
-        seen |= address
-    return seen % ALIGNMENT == 0 and not watched()
 
 
 def watched() -> bool:
@@ -65,7 +68,3 @@ def watched() -> bool:
         or runtime.debug
         or knobs.compilation.instrumentation_mode
     )
-
-
-def current_device() -> int:
-    return driver.active.get_current_device()

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that are looked up on every call: their hash is computed once, and an object equals itself at once."""
+"""Frozen dataclasses that are looked up on every call: hashed once, and equal to themselves at a glance."""
 
 from __future__ import annotations
 
