@@ -34,7 +34,8 @@ def recording(given: Sequence[Any]) -> bool:
         return False
     if _modes() > 0 or _is_tracing() or _inside_torch_func():
         return True
-    return any([isinstance(array, torch.Tensor) for array in given if type(array) not in _PLAIN and array is not None])
+    kinds = set(map(type, given)) - _PLAIN
+    return bool(kinds) and any(issubclass(kind, torch.Tensor) for kind in kinds)
 
 
 _modes, _is_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
@@ -45,7 +46,7 @@ def _inside_torch_func() -> bool:
     return isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 """Any other tensor is a subclass that may intercept operators, as FakeTensor and DTensor do."""
 
 
