@@ -103,15 +103,14 @@ def unrecorded(
     )
     traced = (signatures[0] is None or signatures[0][0] != "torch") and any(map(_is_traced, signatures))
     # What depends on no value is checked once; a trace, and what no dictionary can look up, each time.
-    often = not traced and {type(config), type(mode), type(order), type(backend)} <= _LOOKED_UP
+    often = not traced and type(config) in _LOOKED_UP and type(mode) in _LOOKED_UP and type(order) is str
+    often = often and type(backend) is str
     check = _checked if often else _checked.__wrapped__
     checked = check(signatures, mode, order, config, backend, None if _told(signatures[0]) else _gpu_name())
     problem, best, kind, device, on_cpu, module = checked
     asked, config = config, config or best
     if kind == "torch":
-        from backends import torch_op
-
-        torch_op.check_no_gradient(given)
+        sys.modules["backends.torch_op"].check_no_gradient(given)  # who came here with tensors has imported it
     if traced and module.FRAMEWORK != "jax":
         raise ArgumentError(f"backend: got {backend} under jax.jit; allowed there: the JAX backends")
     if (validate or on_cpu) and not traced and device != "meta":
@@ -120,7 +119,8 @@ def unrecorded(
         return x.new_empty((problem.tokens, problem.top_k, problem.n))
     # A described device in place of a real one: jax.export and compiling need no GPU.
     if not (traced and arrays.has_abstract_gpu()):
-        _check_available(backend, module.unavailable, interpret)
+        check_available = _ask_available if interpret else _check_available
+        check_available(backend, module.unavailable, interpret)
     if not interpret and on_cpu and kind != "numpy" and not traced:
         raise ArgumentError(f"x: got an array on {device}; allowed: arrays on the GPU, or interpret=True for the CPU")
     if interpret and not on_cpu and not traced:
@@ -205,12 +205,15 @@ def _checked(
     return Checked(problem, config, x.kind, x.device, on_cpu, module)
 
 
-@functools.lru_cache
-def _check_available(backend: str, unavailable: Callable[..., str | None], interpret: bool) -> None:
-    """BackendUnavailable with the reason and the remedy; a backend that could run here once is not asked again."""
+def _ask_available(backend: str, unavailable: Callable[..., str | None], interpret: bool) -> None:
+    """BackendUnavailable with the reason and the remedy."""
     reason = unavailable(interpret=interpret)
     if reason is not None:
         raise BackendUnavailable(f"backend {backend} cannot run here: {reason}")
+
+
+_check_available = functools.lru_cache(_ask_available)
+"""The same, for a GPU: a backend that could run here once is not asked again."""
 
 
 def choose_config(problem: Problem, *, backend: str = "torch-triton", gpu: str | None = None) -> Choice:
