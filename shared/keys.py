@@ -26,7 +26,11 @@ class Key:
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and copy take: without the hash, since strings hash differently in another process."""
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_hash", "_tuple")}
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.__dataclass_fields__)
+        try:
+            return self.__dict__["_tuple"]
+        except KeyError:
+            self.__dict__["_tuple"] = found = tuple(getattr(self, name) for name in self.__dataclass_fields__)
+            return found
