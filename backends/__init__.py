@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from backends import arrays, tuning
 from backends.registry import BACKENDS, Backend, BackendUnavailable, load
 from backends.tuning import Choice
-from shared.checks import ArgumentError, DtypeError, check_arguments, check_name, check_popularity, check_values
+from shared.checks import (
+    ArgumentError,
+    ArraySpec,
+    DtypeError,
+    check_arguments,
+    check_name,
+    check_popularity,
+    check_values,
+)
 from shared.config import Config
 from shared.orders import ORDERS
 from shared.problem import Problem
@@ -88,76 +97,123 @@ def unrecorded(
     mode: str | None, order: str, backend: str, interpret: bool, validate: bool,
 ) -> Any:  # fmt: skip
     """`moe_gemm` itself. What records torch operators sees it from outside only (backends/torch_op.py)."""
+    given = (x, w, topk_ids, w_scale, topk_weight, popularity)
+    signatures = tuple(
+        [None if a is None else arrays.signature(name, a) for name, a in zip(ARRAYS, given, strict=True)]
+    )
+    traced = (signatures[0] is None or signatures[0][0] != "torch") and any(map(_is_traced, signatures))
+    # What depends on no value is checked once; a trace, and what no dictionary can look up, each time.
+    often = not traced and type(config) in _LOOKED_UP and type(mode) in _LOOKED_UP and type(order) is str
+    often = often and type(backend) is str
+    check = _checked if often else _checked.__wrapped__
+    checked = check(signatures, mode, order, config, backend, None if _told(signatures[0]) else _gpu_name())
+    problem, best, kind, device, on_cpu, module = checked
+    asked, config = config, config or best
+    if kind == "torch":
+        sys.modules["backends.torch_op"].check_no_gradient(given)  # who came here with tensors has imported it
+    if traced and module.FRAMEWORK != "jax":
+        raise ArgumentError(f"backend: got {backend} under jax.jit; allowed there: the JAX backends")
+    if (validate or on_cpu) and not traced and device != "meta":
+        check_values(problem, arrays.to_host(topk_ids), None if w_scale is None else arrays.to_host(w_scale))
+    if device == "meta":
+        return x.new_empty((problem.tokens, problem.top_k, problem.n))
+    # A described device in place of a real one: jax.export and compiling need no GPU.
+    if not (traced and arrays.has_abstract_gpu()):
+        check_available = _ask_available if interpret else _check_available
+        check_available(backend, module.unavailable, interpret)
+    if not interpret and on_cpu and kind != "numpy" and not traced:
+        raise ArgumentError(f"x: got an array on {device}; allowed: arrays on the GPU, or interpret=True for the CPU")
+    if interpret and not on_cpu and not traced:
+        raise ArgumentError(f"interpret: got True with arrays on {device}; allowed: arrays on the CPU")
+    if problem.slots == 0:
+        return arrays.empty((problem.tokens, problem.top_k, problem.n), x)
+
+    how: dict[str, Any] = {"problem": problem, "order": order, "config": config, "interpret": interpret}
+    if traced:
+        from backends import jax_rules
+
+        def run(*native: Any) -> Any:
+            return module.moe_gemm(*native[:5], **how, popularity=native[5])
+
+        again = functools.partial(
+            unrecorded, mode=mode, order=order, config=asked, backend=backend, interpret=interpret, validate=validate
+        )
+        return jax_rules.call(run, again, dict(zip(ARRAYS, given, strict=True)))
+    if kind == module.FRAMEWORK == "torch":
+        return module.moe_gemm(x, w, topk_ids, w_scale, topk_weight, **how, popularity=popularity)
+    with arrays.same_current_device():
+        native: tuple[Any, ...] = given
+        if kind != module.FRAMEWORK:
+            native = tuple(
+                [None if a is None else arrays.to_framework(a, module.FRAMEWORK, on_gpu=not interpret) for a in given]
+            )
+        y = module.moe_gemm(*native[:5], **how, popularity=native[5])
+        return y if kind == module.FRAMEWORK else arrays.from_framework(y, kind)
+
+
+def _is_traced(of: arrays.Signature | None) -> bool:
+    return of is not None and of[0] == "jax" and of[4] is None
+
+
+ARRAYS = ("x", "w", "topk_ids", "w_scale", "topk_weight", "popularity")
+_LOOKED_UP = {str, Config, type(None)}
+"""Types of options that a dictionary can look up."""
+
+
+class Checked(NamedTuple):
+    """What the checks find. config: the caller's, or the best known one; device: of x, as ArraySpec has it."""
+
+    problem: Problem
+    config: Config
+    kind: str
+    device: str | None
+    on_cpu: bool
+    module: Backend
+
+
+@functools.lru_cache(maxsize=4096)
+def _checked(
+    signatures: tuple[arrays.Signature | None, ...], mode: str | None, order: str, config: Config | None, backend: str,
+    gpu: str | None,
+) -> Checked:  # fmt: skip
+    """All checks that read no value, and the choice of the config; a call of the same signature finds them done.
+
+    signatures: of the arrays, as in ARRAYS. gpu: the GPU's name where x does not say it. What is refused is not kept.
+    """
     check_name("order", order, ORDERS)
     module = load(backend)
-    given = {"x": x, "w": w, "topk_ids": topk_ids, "w_scale": w_scale, "topk_weight": topk_weight}
-    given["popularity"] = popularity
-    spec = {name: None if array is None else arrays.describe(name, array) for name, array in given.items()}
+    spec = {name: None if of is None else arrays.spec(name, of) for name, of in zip(ARRAYS, signatures, strict=True)}
     for name in ("x", "w", "topk_ids"):
         if spec[name] is None:
             raise DtypeError(f"{name}: got None; allowed: a torch.Tensor, a jax.Array or a numpy.ndarray")
     of_popularity = spec.pop("popularity")
     problem = check_arguments(**spec, mode=mode)  # type: ignore[arg-type]
-    check_popularity(of_popularity, order, spec["w"])  # type: ignore[arg-type]
-    kind = spec["x"].kind  # type: ignore[union-attr]
-    _check_strides(spec, module)
-    if kind == "torch":
-        from backends import torch_op
-
-        torch_op.check_no_gradient(given)
-    traced = any(arrays.is_traced(array) for array in given.values() if array is not None)
-    if traced and module.FRAMEWORK != "jax":
-        raise ArgumentError(f"backend: got {backend} under jax.jit; allowed there: the JAX backends")
-
-    on_cpu = kind == "numpy" or "cpu" in (spec["x"].device or "").lower()  # type: ignore[union-attr]
-    if (validate or on_cpu) and not traced and spec["x"].device != "meta":  # type: ignore[union-attr]
-        check_values(problem, arrays.to_host(topk_ids), None if w_scale is None else arrays.to_host(w_scale))
-
+    x, w = spec["x"], spec["w"]
+    assert x is not None
+    assert w is not None
+    check_popularity(of_popularity, order, w)
+    _check_strides(x, w, module)
     if config is not None and not isinstance(config, Config):
         raise ArgumentError(f"config: got {type(config).__name__}; allowed: backends.Config or None")
-    asked_config = config
-    config = config or config_for(problem, backend=backend, gpu=_gpu_name(x))
-    with arrays.current_device(x):
+    if config is None:
+        config = config_for(problem, backend=backend, gpu=gpu or _gpu_name(signatures[0]))
+    with arrays.current(signatures[0]):
         refusal = module.unsupported(problem, config)
     if refusal is not None:
         raise ArgumentError(refusal)
-    if spec["x"].device == "meta":  # type: ignore[union-attr]
-        return x.new_empty((problem.tokens, problem.top_k, problem.n))
-    # A described device in place of a real one: jax.export and compiling need no GPU.
-    reason = None if traced and arrays.has_abstract_gpu() else module.unavailable(interpret=interpret)
+    on_cpu = x.kind == "numpy" or "cpu" in (x.device or "").lower()
+    return Checked(problem, config, x.kind, x.device, on_cpu, module)
+
+
+def _ask_available(backend: str, unavailable: Callable[..., str | None], interpret: bool) -> None:
+    """BackendUnavailable with the reason and the remedy."""
+    reason = unavailable(interpret=interpret)
     if reason is not None:
         raise BackendUnavailable(f"backend {backend} cannot run here: {reason}")
-    if not interpret and on_cpu and kind != "numpy" and not traced:
-        raise ArgumentError(
-            f"x: got an array on {spec['x'].device}; allowed: arrays on the GPU, or interpret=True for the CPU"  # type: ignore[union-attr]
-        )
-    if interpret and not on_cpu and not traced:
-        raise ArgumentError(
-            f"interpret: got True with arrays on {spec['x'].device}; allowed: arrays on the CPU"  # type: ignore[union-attr]
-        )
-    if problem.slots == 0:
-        return arrays.empty((problem.tokens, problem.top_k, problem.n), x)
 
-    def run(*arguments: Any) -> Any:
-        *others, heat = arguments
-        return module.moe_gemm(
-            *others, problem=problem, order=order, config=config, interpret=interpret, popularity=heat
-        )
 
-    if traced:
-        from backends import jax_rules
-
-        again = functools.partial(
-            unrecorded, mode=mode, order=order, config=asked_config, backend=backend, interpret=interpret,
-            validate=validate,
-        )  # fmt: skip
-        return jax_rules.call(run, again, given)
-    with arrays.same_current_device():
-        native = [
-            None if array is None else arrays.to_framework(array, module.FRAMEWORK, on_gpu=not interpret)
-            for array in given.values()
-        ]
-        return arrays.from_framework(run(*native), kind)
+_check_available = functools.lru_cache(_ask_available)
+"""The same, for a GPU: a backend that could run here once is not asked again."""
 
 
 def choose_config(problem: Problem, *, backend: str = "torch-triton", gpu: str | None = None) -> Choice:
@@ -174,26 +230,31 @@ def config_for(problem: Problem, *, backend: str = "torch-triton", gpu: str | No
     return choose_config(problem, backend=backend, gpu=gpu).config
 
 
-def _check_strides(spec: dict[str, Any], module: Backend) -> None:
+def _check_strides(x: ArraySpec, w: ArraySpec, module: Backend) -> None:
     """x's rows must be contiguous, and JAX arrays have no strides at all: copying w silently would cost its bytes."""
-    if not spec["x"].inner_contiguous():
-        raise ArgumentError(f"x: got strides {spec['x'].strides}; allowed: the last dimension (K) contiguous, stride 1")
+    if not x.inner_contiguous():
+        raise ArgumentError(f"x: got strides {x.strides}; allowed: the last dimension (K) contiguous, stride 1")
     if module.FRAMEWORK == "jax":
-        for name in ("x", "w"):
-            if not spec[name].compact():
+        for name, spec in (("x", x), ("w", w)):
+            if not spec.compact():
                 raise ArgumentError(
-                    f"{name}: got strides {spec[name].strides} for backend {module.NAME}; allowed: compact row-major "
+                    f"{name}: got strides {spec.strides} for backend {module.NAME}; allowed: compact row-major "
                     "(JAX arrays have no strides; make it contiguous)"
                 )
 
 
-def _gpu_name(x: Any = None) -> str | None:
+def _told(x: arrays.Signature | None) -> bool:
+    """Whether `_gpu_name` of this signature is the same in every call: x's GPU, or, of JAX, what JAX sees."""
+    return x is not None and x[4] is not None and (x[0] == "jax" or x[4].type == "cuda")
+
+
+def _gpu_name(x: arrays.Signature | None = None) -> str | None:
     """Name of the GPU that x is on; where it is on none, of the first one that a loaded framework sees; else None."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
-    if torch is not None and isinstance(x, torch.Tensor) and x.is_cuda:
-        return torch.cuda.get_device_name(x.device)
-    if jax is not None and isinstance(x, jax.Array) and not arrays.is_traced(x):
-        (device,) = x.devices()
+    if x is not None and x[0] == "torch" and x[4].type == "cuda":
+        return torch.cuda.get_device_name(x[4])  # type: ignore[union-attr]
+    if x is not None and x[0] == "jax" and x[4] is not None:
+        (device,) = x[4].device_set
         if device.platform == "gpu":
             return device.device_kind
     if torch is not None and torch.cuda.is_available():

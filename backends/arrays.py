@@ -54,19 +54,50 @@ def current_device(array: Any) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device_of(array)
 
 
+def current(of: Signature | None) -> contextlib.AbstractContextManager[Any]:
+    """As `current_device`, for an array of this signature."""
+    if of is None or of[0] != "torch" or of[4].type != "cuda":
+        return contextlib.nullcontext()
+    return sys.modules["torch"].cuda.device(of[4])
+
+
 def describe(name: str, array: Any) -> ArraySpec:
     """ArraySpec of one argument."""
+    return spec(name, signature(name, array))
+
+
+Signature = tuple[str, Any, Any, Any, Any]
+"""(kind, shape, dtype, strides in elements or None, device): all that checks without values depend on.
+
+Each as its framework has it, so that a signature is quickly made and quickly looked up. device: of JAX a Sharding, None
+under a trace.
+"""
+
+
+def signature(name: str, array: Any) -> Signature:
+    """Signature of one argument; DtypeError naming it where it is no array."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return "torch", array.shape, array.dtype, array.stride(), array.device
+    if isinstance(array, np.ndarray):
+        return "numpy", array.shape, array.dtype, array.strides, None
     kind = kind_of(name, array)
-    if kind == "jax" and not all(isinstance(size, int) for size in array.shape):
-        raise ArgumentError(f"{name}: got the symbolic shape {array.shape}; allowed: numbers (one export per shape)")
-    shape = tuple(int(size) for size in array.shape)
+    return kind, array.shape, array.dtype, None, None if is_traced(array) else array.sharding
+
+
+def spec(name: str, of: Signature) -> ArraySpec:
+    """What a signature says, in words that all frameworks share."""
+    kind, shape, dtype, strides, device = of
+    if kind == "jax" and not all(isinstance(size, int) for size in shape):
+        raise ArgumentError(f"{name}: got the symbolic shape {shape}; allowed: numbers (one export per shape)")
+    shape = tuple(int(size) for size in shape)
     if kind == "torch":
-        dtype = str(array.dtype).removeprefix("torch.")
-        return ArraySpec(shape=shape, dtype=dtype, strides=array.stride(), device=str(array.device), kind=kind)
+        said = str(dtype).removeprefix("torch.")
+        return ArraySpec(shape=shape, dtype=said, strides=strides, device=str(device), kind=kind)
     if kind == "jax":
-        return ArraySpec(shape=shape, dtype=array.dtype.name, strides=None, device=_jax_device(name, array), kind=kind)
-    strides = tuple(stride // array.itemsize for stride in array.strides)
-    return ArraySpec(shape=shape, dtype=array.dtype.name, strides=strides, device="cpu", kind=kind)
+        return ArraySpec(shape=shape, dtype=dtype.name, strides=None, device=_jax_device(name, device), kind=kind)
+    strides = tuple(stride // dtype.itemsize for stride in strides)
+    return ArraySpec(shape=shape, dtype=dtype.name, strides=strides, device="cpu", kind=kind)
 
 
 def to_host(array: Any) -> np.ndarray:
@@ -143,10 +174,10 @@ def empty(shape: tuple[int, ...], like: Any) -> Any:
     return jnp.zeros(shape, like.dtype)
 
 
-def _jax_device(name: str, array: Any) -> str | None:
-    if is_traced(array):
+def _jax_device(name: str, sharding: Any) -> str | None:
+    if sharding is None:
         return None
-    devices = array.devices()
+    devices = sharding.device_set
     if len(devices) > 1:
         raise ArgumentError(f"{name}: got an array sharded over {len(devices)} devices; allowed: one device")
     return str(next(iter(devices)))

@@ -32,12 +32,13 @@ def recording(given: Sequence[Any]) -> bool:
         return True
     if not isinstance(given[0], torch.Tensor):
         return False
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._is_tracing()
-        or _inside_torch_func()
-        or any(isinstance(array, torch.Tensor) and type(array) not in _PLAIN for array in given)
-    )
+    if _modes() > 0 or _is_tracing() or _inside_torch_func():
+        return True
+    kinds = set(map(type, given)) - _PLAIN
+    return bool(kinds) and any(issubclass(kind, torch.Tensor) for kind in kinds)
+
+
+_modes, _is_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
 
 
 def _inside_torch_func() -> bool:
@@ -45,7 +46,7 @@ def _inside_torch_func() -> bool:
     return isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 """Any other tensor is a subclass that may intercept operators, as FakeTensor and DTensor do."""
 
 
@@ -59,7 +60,7 @@ def call(given: Sequence[Any], config: Config | None, **options: Any) -> torch.T
         required = name in _NAMES[:3]
         if not isinstance(array, torch.Tensor) and (required or array is not None):
             raise ArgumentError(f"{name}: got {type(array).__name__} under torch.compile; allowed there: torch.Tensor")
-    check_no_gradient(by_name)
+    check_no_gradient(given, recorded=torch.compiler.is_compiling() and _inside_torch_func())
     if config is not None and not isinstance(config, Config):
         raise ArgumentError(f"config: got {type(config).__name__}; allowed: backends.Config or None")
     # Numbers stay numbers: Dynamo may have symbols for them, which the operator's schema makes it resolve.
@@ -69,16 +70,20 @@ def call(given: Sequence[Any], config: Config | None, **options: Any) -> torch.T
     return operator(*given, numbers, text)
 
 
-def check_no_gradient(given: dict[str, Any]) -> None:
-    """ArgumentError where autograd or forward-mode differentiation would have to go through the call."""
-    for name, tensor in given.items():
+def check_no_gradient(given: Sequence[Any], *, recorded: bool = False) -> None:
+    """ArgumentError where autograd or forward-mode differentiation would have to go through the call.
+
+    given: as in `call`. recorded: Dynamo traces this inside of torch.func.
+    """
+    backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    for name, tensor in zip(_NAMES, given, strict=True):
         if tensor is None:
             continue
         # Dynamo knows of torch.func's gradients from results of operators alone: a view is one, and costs nothing.
-        seen = tensor.view_as(tensor) if torch.compiler.is_compiling() and _inside_torch_func() else tensor
-        if seen.requires_grad and torch.is_grad_enabled():
+        seen = tensor.view_as(tensor) if recorded else tensor
+        if backward and seen.requires_grad:
             raise ArgumentError(no_gradient(name, "a tensor that requires a gradient"))
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        if forward and forward_ad.unpack_dual(tensor).tangent is not None:
             raise ArgumentError(no_gradient(name, "a tensor with a tangent (forward-mode differentiation)"))
 
 

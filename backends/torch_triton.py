@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from backends import triton_launch
 from backends.compiled import Compiled
@@ -12,6 +15,8 @@ from shared.problem import Problem
 
 if TYPE_CHECKING:
     import torch
+
+    from backends.triton_again import Kept
 
 NAME = "torch-triton"
 FRAMEWORK = "torch"
@@ -57,69 +62,170 @@ def moe_gemm(
     """
     import torch
 
-    launch = _launch_interpreted if interpret else _launch
-    device = x.device
-    max_tile_rows = problem.max_tile_rows(config.block_m)
     by = triton_launch.popularity_of(order, popularity)
-    sorted_slot, tile_expert, tile_rows, tile_span = (
-        torch.empty(size, device=device, dtype=torch.int32)
-        for size in (max_tile_rows * config.block_m, max_tile_rows, 1, 0 if by == "none" else 2 * max_tile_rows)
+    work = _work(problem, order, config, by, _row_stride(x), *w.stride()[:2], x.dtype, w.dtype, x.device)
+    given = (
+        x,
+        w,
+        topk_ids.contiguous(),
+        None if w_scale is None else w_scale.contiguous(),
+        None if topk_weight is None else topk_weight.contiguous(),
+        None if popularity is None else popularity.contiguous(),
     )
-    topk_ids = topk_ids.contiguous()
-    # A pointer that a kernel does not touch still has to be one: tile_rows stands in.
-    plan_pointers = (
-        topk_ids,
-        popularity.contiguous() if popularity is not None and by == "given" else tile_rows,
-        sorted_slot,
-        tile_expert,
-        tile_rows,
-        tile_rows if by == "none" else tile_span,
-    )
-    plan_constants = triton_launch.plan_constants(problem, config.block_m, by)
-    launch("plan_kernel", triton_launch.plan_grid(problem), (*plan_pointers, problem.slots), plan_constants)
+    if work.kept is not None and not interpret and fill is None and (y := _again(work, given)) is not None:
+        return y
 
-    x_scale = None
-    scaled = x
-    if problem.scales_x:
-        scaled = torch.empty(x.shape, device=device, dtype=getattr(torch, problem.kernel_x_dtype))
-        x_scale = torch.empty(problem.tokens, device=device, dtype=torch.float32)
-        constants = triton_launch.scale_constants(problem, _row_stride(x))
-        launch("scale_kernel", problem.tokens, (x, scaled, x_scale), constants)
+    buffers: dict[str, Any] = dict(zip(_GIVEN, given, strict=True))
+    for name, shape, dtype in work.buffers:
+        buffers[name] = torch.empty(shape, device=x.device, dtype=dtype)
+        if fill is not None and name in ("y", "sums"):
+            buffers[name].fill_(fill)
+    launch = _launch_interpreted if interpret else _launch
+    kernels = [
+        launch(step.kernel, step.grid, (*(buffers[name] for name in step.buffers), *step.numbers), step.constants)
+        for step in work.steps
+    ]
+    if not interpret and None not in kernels:
+        _keep(work, buffers, kernels)
+    return buffers["y"]
 
-    y = _buffer((problem.tokens, problem.top_k, problem.n), x.dtype, device, fill)
-    scales = (
-        tile_rows if w_scale is None else w_scale.contiguous(),
-        tile_rows if x_scale is None else x_scale,
-        tile_rows if topk_weight is None else topk_weight.contiguous(),
-    )
+
+_GIVEN = ("x", "w", "topk_ids", "w_scale", "topk_weight", "popularity")
+_APART = 256
+"""Bytes: buffers of one allocation start at multiples of it, as allocations of their own do."""
+
+
+class Step(NamedTuple):
+    """One launch: a kernel of triton_kernel.py, its grid, its buffers by name, numbers behind them, constants."""
+
+    kernel: str
+    grid: int
+    buffers: tuple[str, ...]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+@dataclasses.dataclass
+class Work:
+    """What all calls of one signature share.
+
+    steps:   the launches, in order
+    buffers: (name, shape, dtype) of what a call allocates; y is the last one
+    offsets: bytes, of all but y in one allocation of `size` bytes
+    kept:    the steps' compiled kernels for aligned buffers, once there are any
+    """
+
+    steps: list[Step]
+    buffers: list[tuple[str, tuple[int, ...], torch.dtype]]
+    offsets: list[int]
+    size: int
+    kept: Kept | None = None
+
+
+@functools.lru_cache(maxsize=1024)
+def _work(
+    problem: Problem, order: str, config: Config, by: str, x_stride: int, w_stride_e: int, w_stride_n: int,
+    x_dtype: torch.dtype, w_dtype: torch.dtype, device: torch.device,
+) -> Work:  # fmt: skip
+    """The launches of a call and what it allocates. by: as `triton_launch.popularity_of`; strides in elements.
+
+    dtypes and the device are here because kernels are compiled for them.
+    """
+    import torch
+
+    slots = (problem.slots,)
+    rows = problem.max_tile_rows(config.block_m)
     reduction = config.reduction_of(problem.k)
-    sums = y
+    buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "sorted_slot": ((rows * config.block_m,), torch.int32),
+        "tile_expert": ((rows,), torch.int32),
+        "tile_rows": ((1,), torch.int32),
+    }
+    # A pointer that a kernel does not touch still has to be one: tile_rows stands in.
+    span = popularity = x_scale = "tile_rows"
+    scaled, sums = "x", "y"
+    w_scale = "w_scale" if problem.is_fp8 else "tile_rows"
+    topk_weight = "topk_weight" if problem.routing_weight else "tile_rows"
+    if by != "none":
+        span = "tile_span"
+        popularity = "popularity" if by == "given" else "tile_rows"
+        buffers[span] = ((2 * rows,), torch.int32)
+    if problem.scales_x:
+        scaled, x_scale = "scaled", "x_scale"
+        buffers[scaled] = ((problem.tokens, problem.k), getattr(torch, problem.kernel_x_dtype))
+        buffers[x_scale] = ((problem.tokens,), torch.float32)
     if reduction in ("two-pass", "atomic-fp32"):
-        sums = _buffer(triton_launch.sums_shape(problem, config), torch.float32, device, fill)
+        sums = "sums"
+        buffers[sums] = (triton_launch.sums_shape(problem, config), torch.float32)
+    buffers["y"] = ((problem.tokens, problem.top_k, problem.n), x_dtype)
+
+    plan = ("sorted_slot", "tile_expert", "tile_rows")
+    plan_constants = triton_launch.plan_constants(problem, config.block_m, by)
+    plan_grid = triton_launch.plan_grid(problem)
+    steps = [Step("plan_kernel", plan_grid, ("topk_ids", popularity, *plan, span), slots, plan_constants)]
+    if problem.scales_x:
+        constants = triton_launch.scale_constants(problem, x_stride)
+        steps.append(Step("scale_kernel", problem.tokens, ("x", scaled, x_scale), (), constants))
+        x_stride = problem.k
     rows_grid = triton_launch.rows_grid(problem)
     if reduction in ("atomic", "atomic-fp32"):
-        launch("moe_gemm_kernel_zero", rows_grid, (sums, problem.slots), triton_launch.zero_constants(problem))
-
-    span = tile_rows if by == "none" else tile_span
-    pointers = (scaled, w, *scales, sorted_slot, tile_expert, tile_rows, span, sums)
+        constants = triton_launch.zero_constants(problem)
+        steps.append(Step("moe_gemm_kernel_zero", rows_grid, (sums,), slots, constants))
     constants = triton_launch.gemm_constants(
-        problem, order, config, x_stride=_row_stride(scaled), w_stride_e=w.stride(0), w_stride_n=w.stride(1)
+        problem, order, config, x_stride=x_stride, w_stride_e=w_stride_e, w_stride_n=w_stride_n
     )
-    grid = triton_launch.gemm_grid(problem, order, config)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    launch("moe_gemm_kernel", grid, (*pointers, problem.slots), constants | options)
-
-    if sums is not y:
+    constants |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    scales = (w_scale, x_scale, topk_weight)
+    gemm_grid = triton_launch.gemm_grid(problem, order, config)
+    steps.append(Step("moe_gemm_kernel", gemm_grid, (scaled, "w", *scales, *plan, span, sums), slots, constants))
+    if sums == "sums":
         constants = triton_launch.reduce_constants(problem, config)
-        launch("moe_gemm_kernel_reduce", rows_grid, (sums, topk_ids, *scales, y, problem.slots), constants)
+        steps.append(Step("moe_gemm_kernel_reduce", rows_grid, (sums, "topk_ids", *scales, "y"), slots, constants))
+
+    offsets, size = [], 0
+    for shape, dtype in list(buffers.values())[:-1]:
+        offsets.append(size)
+        size += -(-math.prod(shape) * dtype.itemsize // _APART) * _APART
+    return Work(steps, [(name, *of) for name, of in buffers.items()], offsets, size)
+
+
+def _again(work: Work, given: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    """y by the kept kernels, with one allocation beside it; None where these arrays need other kernels."""
+    import torch
+
+    x, kept = given[0], work.kept
+    assert x is not None
+    assert kept is not None
+    device = x.device
+    if not kept.is_current(device.index):
+        with torch.cuda.device(device):
+            return _again(work, given)
+    _, shape, dtype = work.buffers[-1]
+    together = torch.empty(work.size, dtype=torch.uint8, device=device)
+    y = torch.empty(shape, dtype=dtype, device=device)
+    start = together.data_ptr()
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+    addresses += [start + offset for offset in work.offsets]
+    addresses.append(y.data_ptr())
+    if not kept.usable(addresses):
+        return None
+    kept.launch(addresses, device.index or 0)
     return y
 
 
-def _buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fill: float | None) -> torch.Tensor:
-    import torch
+def _keep(work: Work, buffers: dict[str, Any], kernels: list[Any]) -> None:
+    """Keep the kernels that Triton compiled for a call with these buffers, if other calls may use them."""
+    from backends import triton_again, triton_kernel
 
-    buffer = torch.empty(shape, device=device, dtype=dtype)
-    return buffer if fill is None else buffer.fill_(fill)
+    kept = triton_again.Kept()
+    if not kept.usable([0 if tensor is None else tensor.data_ptr() for tensor in buffers.values()]):
+        return
+    names = list(buffers)
+    for step, kernel in zip(work.steps, kernels, strict=True):
+        parameters = getattr(triton_kernel, step.kernel).arg_names[len(step.buffers) + len(step.numbers) :]
+        values = (*step.numbers, *(step.constants[name] for name in parameters))
+        kept.add(kernel, step.grid, [names.index(name) for name in step.buffers], values)
+    work.kept = kept
 
 
 def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
@@ -127,7 +233,8 @@ def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
     return triton_launch.compile_only(problem, order, config)
 
 
-def _launch(kernel_name: str, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+def _launch(kernel_name: str, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """The kernel as Triton compiled it for these arguments."""
     import torch
     from triton.runtime.errors import OutOfResources
 
@@ -135,7 +242,7 @@ def _launch(kernel_name: str, grid: int, arguments: tuple[Any, ...], constants: 
 
     with torch.cuda.device(arguments[0].device):
         try:
-            getattr(triton_kernel, kernel_name)[(grid,)](*arguments, **constants)
+            return getattr(triton_kernel, kernel_name)[(grid,)](*arguments, **constants)
         except OutOfResources as error:
             raise ArgumentError(f"config: the compiled {kernel_name} does not fit this GPU: {error}") from error
 

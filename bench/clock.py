@@ -27,10 +27,14 @@ _QUIET_POLLS = 8
 
 @dataclasses.dataclass(frozen=True)
 class KernelRecord:
-    """One kernel on the GPU. name: the symbol's name; duration: seconds; copies are named [memcpy] and [memset]."""
+    """One kernel on the GPU. name: the symbol's name; duration: seconds; copies are named [memcpy] and [memset].
+
+    start: seconds on the GPU's clock, None where the clock does not tell; records are compared without it.
+    """
 
     name: str
     duration: float
+    start: float | None = dataclasses.field(default=None, compare=False)
 
 
 class ClockError(RuntimeError):
@@ -169,7 +173,7 @@ class CuptiClock:
         for activity in activities:
             if activity.kind in self._kinds:
                 name = self._names.get(activity.kind) or str(activity.name)
-                record = KernelRecord(name, (activity.end - activity.start) * 1e-9)
+                record = KernelRecord(name, (activity.end - activity.start) * 1e-9, activity.start * 1e-9)
                 self._found.append((activity.start, record))
 
 

@@ -35,7 +35,7 @@ def no_gradient(argument: str, got: str) -> str:
 
 def check_name(argument: str, given: object, known: Iterable[str]) -> None:
     """Raise ArgumentError, with the known names and the nearest of them, unless `given` is one of `known`."""
-    known = list(known)
+    known = tuple(known)
     if isinstance(given, str) and given in known:
         return
     near = difflib.get_close_matches(given, known, n=1) if isinstance(given, str) else []

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.checks import ArgumentError, check_fields, check_name
+from shared.keys import Key
 
 REDUCTIONS = ("two-pass", "atomic", "atomic-fp32")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Config(Key):
     """Tile shape and launch parameters of one GEMM launch. All backends take the same object.
 
     block_m:    rows (slots) of an output tile; an expert's slots are padded to a multiple of it

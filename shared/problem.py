@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from shared.checks import ArgumentError, check_name
+from shared.keys import Key
 
 DTYPES = ("fp16", "bf16", "fp8-w8a16", "fp8-w8a8")
 SCALE_BLOCK = 128
@@ -32,8 +33,8 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Problem(Key):
     """One MoE GEMM without its data.
 
     tokens T, experts E, n N, k K, top_k: as in the module's table

@@ -207,6 +207,7 @@ def jax_array_on(**device: Any) -> Any:
     array = mock.Mock()
     array.__class__ = jax.Array  # for isinstance
     array.devices.return_value = [SimpleNamespace(**device)]
+    array.sharding.device_set = array.devices.return_value
     return array
 
 
@@ -218,8 +219,9 @@ def test_configs_and_grids_are_of_the_arrays_device(monkeypatch: pytest.MonkeyPa
 
     on_second = fake_on(FakeTensorMode(), "cuda:1", drawn("cpu"))["x"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU {getattr(device, 'index', 'current')}")
-    assert _gpu_name(on_second) == "GPU 1"
-    assert _gpu_name(jax_array_on(platform="gpu", device_kind="GPU of JAX")) == "GPU of JAX"
+    assert _gpu_name(arrays.signature("x", on_second)) == "GPU 1"
+    of_jax = arrays.signature("x", jax_array_on(platform="gpu", device_kind="GPU of JAX"))
+    assert _gpu_name(of_jax) == "GPU of JAX"
 
     hopper = jax_array_on(platform="gpu", device_kind="small Hopper", core_count=78, compute_capability="9.0")
     assert pallas_mosaic._sms(hopper) == 78

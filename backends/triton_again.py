@@ -1,0 +1,70 @@
+"""Launches of kernels that Triton has compiled for an earlier call, without its dispatch.
+
+`kernel[grid](...)` looks at every argument of every launch to find the variant that it has compiled, which costs the
+host several times what the launch itself does. Calls that share shapes, strides, dtypes, device and config share their
+variants, but for what is looked at here, call by call. What Triton's dispatch depends on:
+
+    dtypes of buffers, numbers, constants, options      the same in all calls that share a `Kept`
+    device                                              the same
+    pointers at multiples of 16 bytes or not            `usable`: all must be, else the call takes Triton's dispatch
+    hooks and knobs (profilers, debugging, inspection)  `usable`: none may be set, else the same
+    stream                                              the current one of that device, at each launch
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+ALIGNMENT = 16
+"""Bytes: Triton compiles one variant for pointers at multiples of it, another for any others."""
+
+
+class Kept:
+    """The launches of one kind of call, with the kernels that its buffers' alignment and no hook led to."""
+
+    def __init__(self) -> None:
+        self._launches: list[tuple[Any, ...]] = []
+
+    def add(self, compiled: CompiledKernel, grid: int, buffers: Sequence[int], values: Sequence[Any]) -> None:
+        """One more launch. compiled: as it has been launched once, so that its code is loaded.
+
+        buffers: which of the addresses that `launch` gets it takes; values: its arguments behind them, constants too.
+        """
+        pick = operator.itemgetter(*buffers) if len(buffers) > 1 else lambda addresses: (addresses[buffers[0]],)
+        self._launches.append((compiled.run, grid, compiled.function, compiled.packed_metadata, pick, tuple(values)))
+
+    def usable(self, addresses: Sequence[int]) -> bool:
+        """Whether a call with these addresses may use kept kernels, and its own may be kept."""
+        seen = 0
+        for address in addresses:
+            seen |= address
+        return seen % ALIGNMENT == 0 and not watched()
+
+    def is_current(self, device: int | None) -> bool:
+        """Whether launches go to this device as things are; None: a device that has no number."""
+        return device is None or device == driver.active.get_current_device()
+
+    def launch(self, addresses: Sequence[int], device: int) -> None:
+        """All launches, on the current stream of the device, which is the current one."""
+        stream = driver.active.get_current_stream(device)
+        for run, grid, function, metadata, pick, values in self._launches:
+            run(grid, 1, 1, stream, function, metadata, None, None, None, *pick(addresses), *values)
+
+
+def watched() -> bool:
+    """Whether something hooks into Triton's dispatch, or compiles kernels otherwise than a plain call does."""
+    runtime = knobs.runtime
+    return bool(
+        getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
+        or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
+        or runtime.add_stages_inspection_hook
+        or runtime.jit_cache_hook
+        or runtime.debug
+        or knobs.compilation.instrumentation_mode
+    )

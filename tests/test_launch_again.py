@@ -1,0 +1,314 @@
+"""Later calls of one signature: checked by a look-up, launched without Triton's dispatch, and refused as the first.
+
+Triton compiles for sm_90 here, beside a driver that loads and launches nothing but writes down what it is asked to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import backends
+from backends import ArgumentError, Config, arrays
+from shared.problem import Problem
+from tests import test_streams as streams
+from tests.cases import SMALL
+from tests.kinds import KINDS, E, arguments
+from tests.test_arguments import BAD, Bad, keep_strides
+from tests.where import HAS_GPU
+
+torch_triton = backends.load("torch-triton")
+TRITON = pytest.mark.skipif(HAS_GPU, reason="the driver here is a made-up one")
+PROBLEM = Problem.of("fp8-w8a8", tokens=4, experts=3, n=64, k=64, top_k=2)
+
+
+@dataclasses.dataclass
+class Driver:
+    """In place of Triton's CUDA driver. launched: (kernel, code, stream, arguments) of each launch."""
+
+    stream: int = 7
+    device: int = 0
+    launched: list[tuple[str, int, int, tuple[Any, ...]]] = dataclasses.field(default_factory=list)
+    dispatched: int = 0
+    loaded: int = 0
+
+    def __post_init__(self) -> None:
+        self.utils = self
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448}
+
+    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[int, ...]:
+        self.loaded += 1
+        return 1, self.loaded, 32, 0, 1024
+
+    def unload_module(self, module: int) -> None:
+        pass
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        def launch(x: int, y: int, z: int, stream: int, code: int, *rest: Any) -> None:
+            self.launched.append((source.name, code, stream, rest[4:]))
+
+        return launch
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    from triton.runtime import driver as active
+    from triton.runtime.jit import JITFunction
+
+    from backends import triton_kernel
+
+    found, run = Driver(), JITFunction.run
+
+    def counted(kernel: Any, *given: Any, **options: Any) -> Any:
+        found.dispatched += 1
+        return run(kernel, *given, **options)
+
+    kernels = [kernel for kernel in vars(triton_kernel).values() if isinstance(kernel, JITFunction)]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(JITFunction, "run", counted)
+    monkeypatch.setattr(active, "_active", found)
+    for forgotten in (torch_triton._work.cache_clear, *(kernel.device_caches.clear for kernel in kernels)):
+        forgotten()
+    yield found
+    for forgotten in (torch_triton._work.cache_clear, *(kernel.device_caches.clear for kernel in kernels)):
+        forgotten()
+
+
+def drawn(problem: Problem = PROBLEM) -> dict[str, torch.Tensor | None]:
+    w_dtype = torch.float8_e4m3fn if problem.is_fp8 else getattr(torch, problem.activation)
+    return {
+        "x": torch.zeros(problem.tokens, problem.k, dtype=getattr(torch, problem.activation)),
+        "w": torch.zeros(problem.experts, problem.n, problem.k, dtype=w_dtype),
+        "topk_ids": torch.zeros(problem.tokens, problem.top_k, dtype=torch.int32),
+        "w_scale": torch.ones(problem.w_scale_shape) if problem.w_scale_shape else None,
+        "topk_weight": torch.ones(problem.tokens, problem.top_k) if problem.routing_weight else None,
+    }
+
+
+def call(given: dict[str, Any], problem: Problem = PROBLEM, order: str = "row", config: Config = SMALL) -> torch.Tensor:
+    return torch_triton.moe_gemm(*given.values(), problem=problem, order=order, config=config)
+
+
+def unaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape and strides, one element further on."""
+    room = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    found = room[1:].view(tensor.shape)
+    assert found.data_ptr() % 16
+    return found
+
+
+STEPS = ["plan_kernel", "scale_kernel", "moe_gemm_kernel"]
+
+
+@TRITON
+def test_a_later_call_launches_the_same_kernels_on_its_own_arrays(driver: Driver) -> None:
+    first, second = drawn(), drawn()
+    call(first)
+    assert driver.dispatched == 3
+    driver.stream = 8
+    y = call(second)
+    assert driver.dispatched == 3, "the second call went through Triton's dispatch"
+    assert [name for name, *_ in driver.launched] == STEPS * 2
+    (plan, scale, gemm), (plan2, scale2, gemm2) = driver.launched[:3], driver.launched[3:]
+    for before, after in ((plan, plan2), (scale, scale2), (gemm, gemm2)):
+        assert before[1] == after[1]
+        assert (before[2], after[2]) == (7, 8)
+        assert len(before[3]) == len(after[3])
+        numbers = [value for value in before[3] if not isinstance(value, torch.Tensor)]
+        assert list(after[3][-len(numbers) :]) == numbers, "numbers and constants"
+    pointers = {name: value.data_ptr() for name, value in second.items() if value is not None}
+    assert plan2[3][0] == pointers["topk_ids"]
+    assert scale2[3][0] == pointers["x"]
+    assert (gemm2[3][1], gemm2[3][2]) == (pointers["w"], pointers["w_scale"])
+    assert gemm2[3][9] == y.data_ptr()
+    # What one kernel writes, the next one reads: the plan in three buffers, x in fp8 with its scales.
+    assert plan2[3][2:5] == gemm2[3][5:8]
+    assert (scale2[3][1], scale2[3][2]) == (gemm2[3][0], gemm2[3][3])
+    work = sorted({*plan2[3][2:5], *scale2[3][1:3]})
+    assert len(work) == 5
+    sizes = {plan2[3][2]: 4 * 16 * PROBLEM.max_tile_rows(16), plan2[3][3]: 4 * PROBLEM.max_tile_rows(16)}
+    sizes |= {plan2[3][4]: 4, scale2[3][1]: PROBLEM.tokens * PROBLEM.k, scale2[3][2]: 4 * PROBLEM.tokens}
+    for start, end in itertools.pairwise(work):
+        assert start + sizes[start] <= end, "buffers overlap"
+
+
+@TRITON
+@pytest.mark.parametrize("odd", ["x", "w", "topk_ids", "w_scale"])
+def test_kernels_for_aligned_pointers_are_not_used_for_others(driver: Driver, odd: str) -> None:
+    given = drawn()
+    moved = dict(given, **{odd: unaligned(given[odd])})  # type: ignore[arg-type]
+    call(moved)
+    call(given)
+    assert driver.dispatched == 6, "kernels for unaligned pointers were kept"
+    call(moved)
+    assert driver.dispatched == 9, "kernels for aligned pointers were used"
+    call(given)
+    assert driver.dispatched == 9
+    codes = [{step[0]: step[1] for step in driver.launched[i : i + 3]} for i in range(0, 12, 3)]
+    assert codes[0] == codes[2] != codes[1] == codes[3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+@pytest.mark.parametrize("odd", ["x", "w", "topk_ids"])
+def test_unaligned_arrays_between_aligned_ones_are_right(odd: str, backend: str) -> None:
+    """Kernels kept from aligned calls read 16 bytes at a time, which faults or misreads at other addresses."""
+    given = streams.drawn("cuda")
+    moved = dict(given, **{odd: unaligned(given[odd])})
+    moved[odd].copy_(given[odd])
+    expected = streams.reference(**given)
+    for one in (given, given, moved, given, moved):
+        streams.assert_right(backends.moe_gemm(**one, backend=backend, config=SMALL), expected)
+
+
+@TRITON
+def test_profilers_and_knobs_see_every_launch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    given = drawn()
+    call(given)
+    seen: list[Any] = []
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        call(given)
+        assert driver.dispatched == 6
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+    monkeypatch.setattr(knobs.runtime, "debug", True)
+    call(given)
+    assert driver.dispatched == 9
+    monkeypatch.setattr(knobs.runtime, "debug", False)
+    call(given)
+    assert driver.dispatched == 9
+
+
+@TRITON
+def test_launches_go_to_the_current_device_only(driver: Driver) -> None:
+    from backends.triton_again import Kept
+
+    driver.device = 0
+    assert Kept().is_current(0)
+    assert not Kept().is_current(1)
+
+
+SIGNATURE: dict[str, Any] = {
+    "problem": PROBLEM, "order": "row", "config": SMALL, "by": "none", "x_stride": 64, "w_stride_e": 4096,
+    "w_stride_n": 64, "x_dtype": torch.bfloat16, "w_dtype": torch.float8_e4m3fn, "device": torch.device("cuda:0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("problem", dataclasses.replace(PROBLEM, tokens=5)),
+        ("problem", dataclasses.replace(PROBLEM, dtype="fp8-w8a16")),
+        ("problem", dataclasses.replace(PROBLEM, scale_layout="block")),
+        ("problem", dataclasses.replace(PROBLEM, routing_weight=True)),
+        ("order", "column"),
+        ("config", SMALL.replace(num_stages=3)),
+        ("config", SMALL.replace(split_k=2)),
+        ("by", "counts"),
+        ("x_stride", 72),
+        ("w_stride_e", 8192),
+        ("w_stride_n", 72),
+        ("x_dtype", torch.float16),
+        ("w_dtype", torch.float8_e5m2),
+        ("device", torch.device("cuda:1")),
+    ],
+)
+def test_what_kernels_depend_on_is_part_of_the_key(name: str, other: Any) -> None:
+    one = torch_triton._work(*SIGNATURE.values())
+    assert torch_triton._work(*SIGNATURE.values()) is one
+    assert torch_triton._work(*dict(SIGNATURE, **{name: other}).values()) is not one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
+def test_wrong_after_right_is_refused_and_right_again_is_not(
+    bad: Bad, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind not in bad.kinds:
+        pytest.skip(f"{bad.name} is no error with {kind} arrays")
+    from tests.kinds import numpy_arguments
+
+    module = backends.load("torch-triton")
+    monkeypatch.setattr(module, "moe_gemm", lambda x, *_, **__: x)
+    given = numpy_arguments(bad.dtype)
+    right = arguments(kind, bad.dtype)
+    wrong = {name: keep_strides(value, kind) for name, value in (given | bad.change(given)).items()}
+    for _ in range(2):
+        backends.moe_gemm(**right, interpret=True)
+        with pytest.raises(bad.error) as caught:
+            backends.moe_gemm(**wrong, interpret=True)
+        for part in bad.says:
+            assert part in str(caught.value)
+
+
+def test_values_and_gradients_are_looked_at_on_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = backends.load("torch-triton")
+    monkeypatch.setattr(module, "moe_gemm", lambda x, *_, **__: x)
+    given = arguments("torch")
+    backends.moe_gemm(**given, interpret=True)
+    given["topk_ids"][0, 0] = E
+    with pytest.raises(ArgumentError, match="topk_ids: got 4"):
+        backends.moe_gemm(**given, interpret=True)
+    given["topk_ids"][0, 0] = 0
+    given["x"].requires_grad_()
+    with pytest.raises(ArgumentError, match="x: got a tensor that requires a gradient"):
+        backends.moe_gemm(**given, interpret=True)
+    with torch.no_grad():
+        backends.moe_gemm(**given, interpret=True)
+
+
+def test_another_device_of_the_same_shapes_is_another_signature() -> None:
+    given = arguments("torch")
+    del given["topk_weight"]
+    assert backends.moe_gemm(**{n: v if v is None else v.to("meta") for n, v in given.items()}).device.type == "meta"
+    with pytest.raises(ArgumentError, match="different devices"):
+        backends.moe_gemm(**dict(given, w=given["w"].to("meta")), interpret=True)
+    assert arrays.signature("x", given["x"]) != arrays.signature("x", given["x"].to("meta"))
+
+
+def test_what_no_dictionary_can_look_up_is_refused_by_name() -> None:
+    given = arguments("torch")
+    with pytest.raises(ArgumentError, match="mode: got"):
+        backends.moe_gemm(**given, mode=["fp16"], interpret=True)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="order: got"):
+        backends.moe_gemm(**given, order=["row"], interpret=True)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="config: got dict"):
+        backends.moe_gemm(**given, config={}, interpret=True)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="backend: got"):
+        backends.moe_gemm(**given, backend=["torch-triton"], interpret=True)  # type: ignore[arg-type]
+
+
+def test_keys_equal_by_value_and_leave_their_hash_behind() -> None:
+    one, same, other = SMALL, SMALL.replace(), SMALL.replace(group_m=3)
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != other
+    assert one != dataclasses.asdict(one)
+    copy = pickle.loads(pickle.dumps(one))
+    assert copy == one
+    assert "_hash" in vars(one)
+    assert "_hash" not in vars(copy), "strings hash differently in another process"
+    assert hash(copy) == hash(one)
