@@ -250,8 +250,8 @@ def _show(found: dict[str, Any]) -> None:
             print_table(table, title)
     for note in tables.notes(found):
         typer.echo(note)
-    for name, reason in found["skipped"].items():
-        typer.echo(f"not measured: {name}: {reason}")
+    for line in (*tables.peers_told(found), *tables.skipped(found)):
+        typer.echo(line)
     typer.echo(tables.environment(found["run"]))
 
 

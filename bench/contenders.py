@@ -29,6 +29,7 @@ class Contender:
                  of a call count (peers)
     to_y:        the result of a call -> torch (T, top_k, N)
     tile_rows:   tile rows in use at this config; None for peers
+    about:       a peer's version and config, where it tells them
     captured:    what `capture` made, once it has
     records:     GPU records of one eager call, once that is known
     """
@@ -43,6 +44,7 @@ class Contender:
     tile_rows: int | None
     captured: Callable[[], Any] | None = None
     records: int | None = None
+    about: str | None = None
 
     def eager(self) -> Any:
         return self.call(*self.arguments)
@@ -54,12 +56,12 @@ def prepare(row: Row, data: Data, device: Device, *, config: Config | None = Non
     if row.contender in peers.PEERS:
         peer = peers.PEERS[row.contender]
         try:
-            call, arguments = peer.prepare(data)
+            ready = peer.prepare(data, row.case.gemm)
         except (NotImplementedError, AttributeError) as error:
             raise CannotRun(str(error)) from error
         return Contender(
-            row, peer.framework, call, arguments, lambda y: peers.unsort(data, y), kernel_name=None, config=None,
-            tile_rows=None,
+            row, peer.framework, ready.call, ready.arguments, lambda y: ready.to_y(data, y),
+            kernel_name=ready.kernel_name, config=None, tile_rows=None, about=ready.about,
         )  # fmt: skip
     return _prepare_backend(row, data, device, config)
 

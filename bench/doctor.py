@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.clock import CLOCKS
 from bench.machine import smi, versions
+from bench.peers import PEERS
 from shared.config import Config
 from shared.models import model
 
@@ -22,11 +23,12 @@ _COUNTERS_REMEDY = (
 
 
 def examine() -> dict[str, Any]:
-    """{"versions", "gpu", "backends", "clocks", "counters"}; every reason is a sentence with a remedy."""
+    """{"versions", "gpu", "backends", "peers", "clocks", "counters"}; every reason is a sentence with a remedy."""
     return {
         "versions": versions(),
         "gpu": gpu(),
         "backends": {name: backend(name) for name in _backend_names()},
+        "peers": {name: peer.missing() for name, peer in PEERS.items()},
         "clocks": {name: clock(name) for name in CLOCKS},
         "counters": counters(),
     }
@@ -112,6 +114,8 @@ def text(found: dict[str, Any]) -> str:
     for name, ways in found["backends"].items():
         for way, reason in ways.items():
             lines.append(f"  {name:<15} {way:<13} {_answer(reason)}")
+    lines.append("Peers")
+    lines += [f"  {name:<23} {_answer(reason)}" for name, reason in found["peers"].items()]
     lines.append("GPU clocks")
     lines += [f"  {name:<17} {_answer(reason)}" for name, reason in found["clocks"].items()]
     permitted = {True: "permitted", False: "not permitted", None: "unknown"}[found["counters"]["permitted"]]

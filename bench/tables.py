@@ -96,6 +96,22 @@ def notes(found: dict[str, Any]) -> list[str]:
     return [*lines, *found.get("notices", ())]
 
 
+def skipped(found: dict[str, Any]) -> list[str]:
+    """What was not measured, one line a reason: a peer that is not installed has the same one in every case."""
+    rows: dict[str, list[str]] = {}
+    for name, reason in found["skipped"].items():
+        rows.setdefault(reason, []).append(name)
+    return [
+        f"not measured: {names[0]}{f' and {len(names) - 1} more rows' if len(names) > 1 else ''}: {reason}"
+        for reason, names in rows.items()
+    ]
+
+
+def peers_told(found: dict[str, Any]) -> list[str]:
+    """Version and config of each peer's row that tells them."""
+    return [f"{row['id']}: {row['about']}" for row in found["rows"] if row.get("about")]
+
+
 def compared(files: Sequence[tuple[str, dict[str, Any]]]) -> tuple[str, Table]:
     """(what the files differ in, kernel times side by side by id): nothing is merged, and what differs is told.
 
