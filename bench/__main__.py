@@ -244,6 +244,7 @@ def _show(found: dict[str, Any]) -> None:
         ("Kernel time, µs (bold: best)", tables.kernel_times(found)),
         ("Calls, µs", tables.call_times(found)),
         ("The kernel as published in 2024", tables.published(found)),
+        ("Configs in force", tables.configs(found)),
     )
     for title, table in named:
         if table[1]:

@@ -12,7 +12,7 @@ import functools
 import importlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -222,7 +222,7 @@ def tokamax_ragged_dot(data: Data, gemm: str) -> Ready:
     if data.problem.is_fp8:
         assert data.w_scale is not None
         scale = data.w_scale.to(torch.bfloat16)[:, None].contiguous()  # (E, 1, N)
-        given = (rows.x, data.w, sizes, scale)  # (E, N, K): its FP8 kernel's own layout
+        given: tuple[Any, ...] = (rows.x, data.w, sizes, scale)  # (E, N, K): its FP8 kernel's own layout
     else:
         given = (rows.x, data.w.transpose(1, 2).contiguous(), sizes)  # (E, K, N): what its 16-bit kernels read
     if data.x.is_cuda:
@@ -272,7 +272,7 @@ def _tokamax_ways(data: Data) -> dict[str, Any]:
     return ways
 
 
-def _fastest(ways: dict[str, Callable[..., Any]], arguments: Sequence[Any]) -> tuple[str | None, dict[str, str]]:
+def _fastest(ways: Mapping[str, Callable[..., Any]], arguments: Sequence[Any]) -> tuple[str | None, dict[str, str]]:
     """(the name of the fastest by the host's clock, {name: why not} of those that fail). One way is not timed."""
     import jax
 

@@ -109,7 +109,17 @@ def skipped(found: dict[str, Any]) -> list[str]:
 
 def peers_told(found: dict[str, Any]) -> list[str]:
     """Version and config of each peer's row that tells them."""
-    return [f"{row['id']}: {row['about']}" for row in found["rows"] if row.get("about")]
+    rows = (row for row in found["rows"] if row["contender"] not in BACKENDS and row.get("about"))
+    return [f"{row['id']}: {row['about']}" for row in rows]
+
+
+def configs(found: dict[str, Any]) -> Table:
+    """The config in force of each row of a backend, and where it is from (measured, nearest, rule of thumb)."""
+    lines = []
+    for row in found["rows"]:
+        if row["contender"] in BACKENDS and (config := results.config_of(row)) is not None:
+            lines.append([row["id"], str(config), row.get("about", "–")])
+    return ["row", "config", "from"], lines
 
 
 def compared(files: Sequence[tuple[str, dict[str, Any]]]) -> tuple[str, Table]:
