@@ -42,7 +42,8 @@ def export(tuned: Path, folder: Path) -> Exported:
     """
     content = json.loads(tuned.read_text(encoding="utf-8"))
     files: dict[str, dict[str, dict[str, int]]] = {}
-    notes: list[str] = []
+    left_out: dict[str, list[int]] = {}
+    otherwise: dict[str, list[int]] = {}
     for entry in content["entries"]:
         if entry["backend"] != "torch-triton" or entry["dtype"] not in SELECTORS or not _is_gate_up(entry):
             continue
@@ -52,15 +53,14 @@ def export(tuned: Path, folder: Path) -> Exported:
         name = file_name(entry["experts"], entry["n"] // 2, content["gpu"], SELECTORS[entry["dtype"]])
         where = f"{name}, {entry['tokens']} tokens"
         if config.parts(problem.k) > 1:
-            notes.append(f"{where}: left out, as it splits K, which vLLM's kernel does not")
+            left_out.setdefault(name, []).append(entry["tokens"])
             continue
         batches = files.setdefault(name, {})
         if str(entry["tokens"]) in batches:
             raise ArgumentError(f"{tuned}: two entries for {where}; allowed: one (they differ in K or top_k)")
         batches[str(entry["tokens"])] = tiles(config, problem)
         if config.swap_ab != swaps(entry["dtype"], config):
-            here, there = ("swapped", "not") if config.swap_ab else ("not", "swapped")
-            notes.append(f"{where}: timed with operands {here}, vLLM runs it {there}; time it there")
+            otherwise.setdefault(name, []).append(entry["tokens"])
     if not files:
         raise ArgumentError(f"{tuned}: no entries of torch-triton for gate-up in {', '.join(SELECTORS)}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,16 @@ def export(tuned: Path, folder: Path) -> Exported:
         path = folder / name
         path.write_text(json.dumps(ordered, indent=4) + "\n", encoding="utf-8")
         paths.append(path)
+    notes = [f"{name}, {_listed(tokens)} tokens: left out, as they split K" for name, tokens in left_out.items()]
+    notes += [
+        f"{name}, {_listed(tokens)} tokens: timed with operands in the other order than vLLM's; time it there"
+        for name, tokens in otherwise.items()
+    ]
     return Exported(paths, notes)
+
+
+def _listed(tokens: list[int]) -> str:
+    return ", ".join(map(str, sorted(tokens)))
 
 
 def tiles(config: Config, problem: Problem) -> dict[str, int]:

@@ -71,7 +71,7 @@ def vllm_fused_moe(data: Data, gemm: str) -> Ready:
     problem = data.problem
     fp8 = problem.is_fp8
     selector = "fp8_w8a8" if fp8 else None
-    with _without_warnings():
+    with _without_warnings("vllm"):
         config, about = vllm_config(module, problem, gemm, selector)
     arrays = vllm_assignment(data.topk_ids, config["BLOCK_SIZE_M"], problem.experts)
     x, x_scale = quantise_token(data.x) if fp8 else (data.x, None)
@@ -135,9 +135,9 @@ def vllm_assignment(topk_ids: torch.Tensor, block_m: int, experts: int) -> tuple
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Keeps vLLM's warning of a missing config file out of the progress lines: `about` has it."""
-    logger = logging.getLogger("vllm")
+def _without_warnings(name: str) -> Iterator[None]:
+    """Keeps a library's warnings of missing tuned configs out of the progress lines: `about` says what it took."""
+    logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -199,6 +199,8 @@ def triton_kernels_matmul(data: Data, gemm: str) -> Ready:
 # tokamax
 
 _TOKAMAX = "pip install tokamax"
+_MOVED = 256.0
+"""A factor that scales get from x, beforehand: scales of 1e-4 would be subnormal in float16."""
 
 
 def tokamax_missing() -> str | None:
@@ -209,7 +211,8 @@ def tokamax_ragged_dot(data: Data, gemm: str) -> Ready:
     """tokamax.ragged_dot by the fastest of a few of its implementations and configs on this GPU, rows of x sorted.
 
     It has no tuned configs for an H200: its own choice is among those tried, and `about` names what was fastest. Its
-    group bookkeeping is part of every call. fp8-w8a16: scales rounded to bfloat16, which is what its kernel multiplies.
+    group bookkeeping is part of every call. fp8-w8a16: x and scales in float16, as its kernel widens weights to the
+    scales' dtype and Hopper widens e4m3 to float16 only.
     """
     if data.problem.dtype == "fp8-w8a8":
         raise NotImplementedError("tokamax.ragged_dot widens FP8 activations before its Hopper kernel")
@@ -221,8 +224,9 @@ def tokamax_ragged_dot(data: Data, gemm: str) -> Ready:
     sizes = torch.from_numpy(data.counts.astype(np.int32)).to(data.x.device)
     if data.problem.is_fp8:
         assert data.w_scale is not None
-        scale = data.w_scale.to(torch.bfloat16)[:, None].contiguous()  # (E, 1, N)
-        given: tuple[Any, ...] = (rows.x, data.w, sizes, scale)  # (E, N, K): its FP8 kernel's own layout
+        scale = (data.w_scale * _MOVED).to(torch.float16)[:, None].contiguous()  # (E, 1, N)
+        x = (rows.x.float() / _MOVED).to(torch.float16)
+        given: tuple[Any, ...] = (x, data.w, sizes, scale)  # (E, N, K): its FP8 kernel's own layout
     else:
         given = (rows.x, data.w.transpose(1, 2).contiguous(), sizes)  # (E, K, N): what its 16-bit kernels read
     if data.x.is_cuda:
@@ -233,10 +237,12 @@ def tokamax_ragged_dot(data: Data, gemm: str) -> Ready:
         if scale is not None:
             qarray = importlib.import_module("qwix").QArray
             w = qarray(qvalue=w.mT, scale=scale, qtype=w.dtype)
-        return tokamax.ragged_dot(x, w, sizes, implementation=implementation, preferred_element_type=x.dtype)
+        return tokamax.ragged_dot(x, w, sizes, implementation=implementation, preferred_element_type=out)
 
+    out = jax.numpy.dtype(data.problem.activation)
     named = {name: jax.jit(functools.partial(dot, one)) for name, one in _tokamax_ways(data).items()}
-    best, refused = _fastest(named, arguments)
+    with _without_warnings("absl"):
+        best, refused = _fastest(named, arguments)
     if best is None:
         raise NotImplementedError(f"tokamax.ragged_dot: {'; '.join(f'{n}: {why}' for n, why in refused.items())}")
     told = f"tokamax {tokamax.__version__}: {best}, the fastest of {len(named) - len(refused)}"

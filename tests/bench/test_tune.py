@@ -194,8 +194,8 @@ def test_what_vllm_cannot_have_is_told(tmp_path: Path) -> None:
     found = export_vllm.export(source, tmp_path / "out")
     assert [path.name for path in found.paths] == ["E=8,N=7168,device_name=NVIDIA_H200.json"]
     assert list(json.loads(found.paths[0].read_text())) == ["8"]
-    assert any("splits K" in note for note in found.notes)
-    assert any("8 tokens: timed with operands swapped" in note for note in found.notes)
+    assert any("1 tokens: left out, as they split K" in note for note in found.notes)
+    assert any("8 tokens: timed with operands in the other order" in note for note in found.notes)
     source.write_text(json.dumps({"gpu": "NVIDIA H200", "entries": [entries[1], entries[1]]}))
     with pytest.raises(ArgumentError, match="two entries"):
         export_vllm.export(source, tmp_path / "out")
