@@ -102,7 +102,7 @@ def skipped(found: dict[str, Any]) -> list[str]:
     for name, reason in found["skipped"].items():
         rows.setdefault(reason, []).append(name)
     return [
-        f"not measured: {names[0]}{f' and {len(names) - 1} more rows' if len(names) > 1 else ''}: {reason}"
+        f"not measured: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
         for reason, names in rows.items()
     ]
 
