@@ -40,7 +40,8 @@ def lower_bound_seconds(
     rows = planning.tile_rows_in_use(np.asarray(counts), config.block_m)
     cols = problem.tile_cols(config.block_n)
     weights = rows * problem.n * problem.k * problem.w_itemsize
-    activations = cols * sum(counts) * problem.k * problem.x_itemsize
+    # Two thread blocks may share the rows of x that they read (pallas-mosaic's multicast).
+    activations = ceil_div(cols, 2) * sum(counts) * problem.k * problem.x_itemsize
     read = ceilings["read_bytes_per_s"]
     rate = ceilings.get("fp8_flops" if problem.quantises_x else "bf16_flops", ceilings["bf16_flops"])
     depth = ceil_div(problem.k, config.block_k) * config.block_k

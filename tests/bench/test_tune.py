@@ -35,7 +35,7 @@ def test_lower_bound_of_tiles() -> None:
         return prune.lower_bound_seconds(problem, counts, Config(num_stages=2, **tile), CEILINGS)
 
     x_once = 1024 * problem.k * 2
-    in_16_rows = (64 * expert + problem.n // 128 * x_once) / 9.2e12
+    in_16_rows = (64 * expert + problem.n // 256 * x_once) / 9.2e12
     assert bound(block_m=16, block_n=128, block_k=64) == pytest.approx(in_16_rows)
     one_row_each = 2 * 1024 * problem.n * problem.k / 1e15
     in_dram = problem.read_bytes(counts) / 4.6e12
