@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from importlib import resources
 from typing import Any
 
+from backends import registry
 from shared.config import Config
 from shared.problem import Problem
 
@@ -27,7 +29,8 @@ def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
     """The config for `problem` on the GPU of that name (as its driver calls it; None: unknown).
 
     Measured entries of the same backend, dtype, scale layout, E, N, K and top_k are taken at the number of tokens that
-    is nearest by ratio, at most a factor of 2 away: a tile that is best for 4 tokens says nothing of 2048.
+    is nearest by ratio, at most a factor of 2 away: a tile that is best for 4 tokens says nothing of 2048. Without one,
+    the entry of the nearest other shape that is near enough (`_nearest`), then the rule of thumb.
     """
     slug = "" if gpu is None else gpu.lower().replace(" ", "-")
     for kernel in _SAME_TILES.get(backend, (backend,)):
@@ -42,7 +45,40 @@ def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
                 # K is split where tiles are few, and another batch has another number of them.
                 config = config.replace(split_k=1)
             return Choice(config, f"measured on {gpu}: {what}")
+    for kernel in _SAME_TILES.get(backend, (backend,)):
+        near = _nearest(problem, backend, kernel, slug)
+        if near is not None:
+            entry, config = near
+            shape = f"N = {entry['n']}, K = {entry['k']}, {entry['experts']} experts, top {entry['top_k']}"
+            what = f"{entry['dtype']} in {entry['backend']} at {entry['tokens']} tokens of {shape}"
+            return Choice(config, f"nearest: measured on {gpu}: {what}")
     return Choice(rule_of_thumb(problem, backend), "rule of thumb" + (f", no measured entry for {gpu}" if gpu else ""))
+
+
+def _nearest(problem: Problem, backend: str, kernel: str, slug: str) -> tuple[dict[str, Any], Config] | None:
+    """The measured entry of `kernel` whose shape is nearest, with its config; None where none is near enough.
+
+    Near enough: slots per active expert within a factor of 2, as they decide block_m, and bytes per expert within a
+    factor of 4, as they decide how many tiles there are. Nearest: by the sum of the logarithms of the ratios of slots
+    per active expert, N, K and E. K is not split: it is where tiles are few, which another shape has another number of.
+    """
+    dtype = _MEASURED_AS.get(problem.dtype, problem.dtype)
+    found: list[tuple[float, float, int, dict[str, Any]]] = []
+    for entry in _entries(slug) if problem.tokens else ():
+        if (entry["backend"], entry["dtype"], entry["scale_layout"]) != (kernel, dtype, problem.scale_layout):
+            continue
+        slots = _per_expert(entry["tokens"] * entry["top_k"], entry["experts"])
+        rows = _ratio(slots, _per_expert(problem.slots, problem.experts))
+        if rows > 2 or _ratio(entry["n"] * entry["k"], problem.n * problem.k) > 4:
+            continue
+        others = ((entry["n"], problem.n), (entry["k"], problem.k), (entry["experts"], problem.experts))
+        distance = math.log(rows) + sum(math.log(_ratio(a, b)) for a, b in others)
+        found.append((distance, _ratio(entry["tokens"], problem.tokens), len(found), entry))
+    for _, _, _, entry in sorted(found, key=lambda item: item[:3]):
+        config = Config.from_mapping(entry["config"]).replace(split_k=1)
+        if registry.load(backend).unsupported(problem, config) is None:
+            return entry, config
+    return None
 
 
 def rule_of_thumb(problem: Problem, backend: str) -> Config:
@@ -53,7 +89,7 @@ def rule_of_thumb(problem: Problem, backend: str) -> Config:
     (fp8-w8a16 in Triton): widened weights are a slow left operand there. pallas-mosaic always has them on the left.
     A K step holds 128 to 256 bytes of a weight row.
     """
-    per_expert = problem.slots / max(1, min(problem.experts, problem.slots))
+    per_expert = _per_expert(problem.slots, problem.experts)
     mosaic = backend == "pallas-mosaic"
     widens = problem.dtype == "fp8-w8a16"
     block_m = 16
@@ -92,5 +128,10 @@ def _same_shape(entry: dict[str, Any], problem: Problem, backend: str) -> bool:
     return entry["backend"] == backend and measured == shape
 
 
-def _ratio(a: int, b: int) -> float:
+def _per_expert(slots: int, experts: int) -> float:
+    """Slots per active expert, if routing spreads them as far as it can."""
+    return slots / max(1, min(experts, slots))
+
+
+def _ratio(a: float, b: float) -> float:
     return max(a / b, b / a)

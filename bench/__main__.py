@@ -245,14 +245,15 @@ def _show(found: dict[str, Any]) -> None:
         ("Kernel time, µs (bold: best)", tables.kernel_times(found)),
         ("Calls, µs", tables.call_times(found)),
         ("The kernel as published in 2024", tables.published(found)),
+        ("Configs in force", tables.configs(found)),
     )
     for title, table in named:
         if table[1]:
             print_table(table, title)
     for note in tables.notes(found):
         typer.echo(note)
-    for name, reason in found["skipped"].items():
-        typer.echo(f"not measured: {name}: {reason}")
+    for line in (*tables.peers_told(found), *tables.skipped(found)):
+        typer.echo(line)
     typer.echo(tables.environment(found["run"]))
 
 

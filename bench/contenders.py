@@ -29,6 +29,7 @@ class Contender:
                  of a call count (peers)
     to_y:        the result of a call -> torch (T, top_k, N)
     tile_rows:   tile rows in use at this config; None for peers
+    about:       where the config comes from; of a peer, its version and config, where it tells them
     captured:    what `capture` made, once it has
     records:     GPU records of one eager call, once that is known
     """
@@ -43,6 +44,7 @@ class Contender:
     tile_rows: int | None
     captured: Callable[[], Any] | None = None
     records: int | None = None
+    about: str | None = None
 
     def eager(self) -> Any:
         return self.call(*self.arguments)
@@ -54,12 +56,12 @@ def prepare(row: Row, data: Data, device: Device, *, config: Config | None = Non
     if row.contender in peers.PEERS:
         peer = peers.PEERS[row.contender]
         try:
-            call, arguments = peer.prepare(data)
+            ready = peer.prepare(data, row.case.gemm)
         except (NotImplementedError, AttributeError) as error:
             raise CannotRun(str(error)) from error
         return Contender(
-            row, peer.framework, call, arguments, lambda y: peers.unsort(data, y), kernel_name=None, config=None,
-            tile_rows=None,
+            row, peer.framework, ready.call, ready.arguments, lambda y: ready.to_y(data, y),
+            kernel_name=ready.kernel_name, config=None, tile_rows=None, about=ready.about,
         )  # fmt: skip
     return _prepare_backend(row, data, device, config)
 
@@ -75,8 +77,10 @@ def _prepare_backend(row: Row, data: Data, device: Device, config: Config | None
     reason = module.unavailable(interpret=device.interpret)
     if reason is not None:
         raise CannotRun(reason)
+    about = "given"
     if config is None:
-        config = backends.config_for(data.problem, backend=row.contender)
+        choice = backends.choose_config(data.problem, backend=row.contender)
+        config, about = choice.config, choice.source
     reason = module.unsupported(data.problem, config)
     if reason is not None:
         raise CannotRun(reason)
@@ -103,7 +107,7 @@ def _prepare_backend(row: Row, data: Data, device: Device, config: Config | None
     tile_rows = planning.tile_rows_in_use(data.counts, config.block_m)
     return Contender(
         row, module.FRAMEWORK, call, tuple(arrays), to_torch, kernel_name=None if unnamed else module.KERNEL_NAME,
-        config=config, tile_rows=tile_rows,
+        config=config, tile_rows=tile_rows, about=about,
     )  # fmt: skip
 
 

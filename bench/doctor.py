@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.clock import CLOCKS
 from bench.machine import smi, versions
+from bench.peers import PEERS
 from shared.config import Config
 from shared.models import model
 
@@ -22,11 +23,13 @@ _COUNTERS_REMEDY = (
 
 
 def examine() -> dict[str, Any]:
-    """{"versions", "gpu", "backends", "clocks", "counters"}; every reason is a sentence with a remedy."""
+    """{"versions", "gpu", "backends", "configs", "peers", "clocks", "counters"}; every reason has a remedy."""
     return {
         "versions": versions(),
         "gpu": gpu(),
         "backends": {name: backend(name) for name in _backend_names()},
+        "configs": {name: config_in_force(name) for name in _backend_names()},
+        "peers": {name: peer.missing() for name, peer in PEERS.items()},
         "clocks": {name: clock(name) for name in CLOCKS},
         "counters": counters(),
     }
@@ -73,6 +76,15 @@ def backend(name: str) -> dict[str, str | None]:
     }
 
 
+def config_in_force(name: str) -> dict[str, str]:
+    """{"for", "config", "source"}: what a call of one example takes when given no config here."""
+    import backends
+
+    problem = model("mixtral-8x7b").problem("gate-up", 8, "fp16")
+    choice = backends.choose_config(problem, backend=name)
+    return {"for": "mixtral-8x7b gate-up, 8 tokens, fp16", "config": str(choice.config), "source": choice.source}
+
+
 def clock(name: str) -> str | None:
     """None where the GPU clock of that name can be opened; tried in a child process, as CUPTI takes one user only."""
     if gpu()["name"] is None:
@@ -112,6 +124,11 @@ def text(found: dict[str, Any]) -> str:
     for name, ways in found["backends"].items():
         for way, reason in ways.items():
             lines.append(f"  {name:<15} {way:<13} {_answer(reason)}")
+    lines.append("Config in force")
+    for name, told in found["configs"].items():
+        lines.append(f"  {name:<15} {told['config']} ({told['source']}), for {told['for']}")
+    lines.append("Peers")
+    lines += [f"  {name:<23} {_answer(reason)}" for name, reason in found["peers"].items()]
     lines.append("GPU clocks")
     lines += [f"  {name:<17} {_answer(reason)}" for name, reason in found["clocks"].items()]
     permitted = {True: "permitted", False: "not permitted", None: "unknown"}[found["counters"]["permitted"]]

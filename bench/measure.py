@@ -169,6 +169,7 @@ def facts(contender: Contender, data: Data, device: Device) -> dict[str, Any]:
         "contender": row.contender,
         "framework": contender.framework,
         "config": None if contender.config is None else dataclasses.asdict(contender.config),
+        **({} if contender.about is None else {"about": contender.about}),
         "active_experts": int((data.counts > 0).sum()),
         "tile_rows": contender.tile_rows,
         "read_bytes": problem.read_bytes(counts),

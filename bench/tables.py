@@ -96,6 +96,32 @@ def notes(found: dict[str, Any]) -> list[str]:
     return [*lines, *found.get("notices", ())]
 
 
+def skipped(found: dict[str, Any]) -> list[str]:
+    """What was not measured, one line a reason: a peer that is not installed has the same one in every case."""
+    rows: dict[str, list[str]] = {}
+    for name, reason in found["skipped"].items():
+        rows.setdefault(reason, []).append(name)
+    return [
+        f"not measured: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+        for reason, names in rows.items()
+    ]
+
+
+def peers_told(found: dict[str, Any]) -> list[str]:
+    """Version and config of each peer's row that tells them."""
+    rows = (row for row in found["rows"] if row["contender"] not in BACKENDS and row.get("about"))
+    return [f"{row['id']}: {row['about']}" for row in rows]
+
+
+def configs(found: dict[str, Any]) -> Table:
+    """The config in force of each row of a backend, and where it is from (measured, nearest, rule of thumb)."""
+    lines = []
+    for row in found["rows"]:
+        if row["contender"] in BACKENDS and (config := results.config_of(row)) is not None:
+            lines.append([row["id"], str(config), row.get("about", "–")])
+    return ["row", "config", "from"], lines
+
+
 def compared(files: Sequence[tuple[str, dict[str, Any]]]) -> tuple[str, Table]:
     """(what the files differ in, kernel times side by side by id): nothing is merged, and what differs is told.
 

@@ -4,7 +4,8 @@
     python -m bench tune --collect tune.jsonl                               the best of them into backends/tuned/
 
 A case's candidates are timed round-robin (A B C A B C ...), each after a cache flush, so that a drift of the clocks
-meets all of them. A run that is cut short keeps its finished cases, and a repeated one goes on behind them.
+meets all of them. What cannot win is left out before (`bench.prune`), and the slower two thirds after two rounds; both
+stay in the file. A run that is cut short keeps its finished cases, and a repeated one goes on behind them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from typing import Annotated, Any
 
 import typer
 
+from bench import prune
 from bench.cases import DEFAULT_DTYPES, Case, Row
 from bench.clock import CLOCKS, ClockError
+from bench.prune import Spills
 from bench.results import append, differences, end_at_a_line
 from shared.checks import ArgumentError, check_name
 from shared.config import REDUCTIONS, Config
@@ -31,6 +34,8 @@ from shared.models import model
 from shared.problem import Problem, ScaleLayout
 
 TUNED = Path(__file__).parent.parent / "backends" / "tuned"
+PROBE_ROUNDS = 2
+"""Samples of every candidate; the fastest third gets ROUNDS."""
 ROUNDS = 7
 COMPILE_THREADS = 12
 FEW_TILES = 132
@@ -147,64 +152,144 @@ def _stages(problem: Problem, block_m: int, block_n: int, block_k: int) -> list[
     return sorted(depth for depth in depths if depth >= 2)
 
 
-def tune_case(row: Row, device: Any, configs: list[Config], data: Any) -> dict[str, Any]:
-    """Times in µs of each candidate that runs and is right; what failed is kept with its reason."""
-    from bench.contenders import CannotRun, Contender, prepare, wait
+def tune_case(row: Row, device: Any, configs: list[Config], data: Any, spills: Spills | None = None) -> dict[str, Any]:
+    """Times in µs of each candidate that runs and is right; what was left out or failed is kept with its reason.
+
+    The config that calls take today is timed first. What does not fit, spills, or has a lower bound above the best time
+    so far is not timed. All others are timed PROBE_ROUNDS times, the fastest third ROUNDS times.
+    """
+    import backends
+    from backends import registry
+    from bench.contenders import CannotRun, Contender, prepare
     from bench.measure import check, gpu_sample
 
-    ready: list[tuple[Config, Contender]] = []
+    module, problem, counts = registry.load(row.contender), data.problem, data.counts.tolist()
+    incumbent = backends.config_for(problem, backend=row.contender, gpu=device.gpu)
+    configs = list(dict.fromkeys((incumbent, *configs)))
+    pruned: dict[str, str] = {}
     failed: dict[str, str] = {}
+    errors: dict[Config, float] = {}
+    samples: dict[Config, list[float]] = {}
+    contenders: dict[Config, Contender] = {}
+
+    def make_ready(wanted: list[Config]) -> None:
+        for config in wanted:
+            try:
+                contenders[config] = prepare(row, data, device, config=config)
+            except CannotRun as reason:
+                failed[str(config)] = str(reason)
+        wanted = [config for config in wanted if config in contenders]
+        failed.update(_compile({config: contenders[config] for config in wanted}, device))
+        for config in wanted:
+            if str(config) in failed:
+                continue
+            try:
+                found = check(contenders[config], data, device, contenders[config].eager)
+                errors[config] = float(found["error"] or 0)
+            except Exception as error:
+                failed[str(config)] = f"{type(error).__name__}: {error}"[:300]
+
+    def time_once(config: Config) -> None:
+        samples.setdefault(config, []).append(gpu_sample(contenders[config], device) * 1e6)
+
+    def median(config: Config) -> float:
+        return statistics.median(samples[config])
+
+    fitting = []
     for config in configs:
-        try:
-            ready.append((config, prepare(row, data, device, config=config)))
-        except CannotRun as reason:
-            failed[str(config)] = str(reason)
+        reason = module.unsupported(problem, config)
+        if reason is None:
+            fitting.append(config)
+        else:
+            pruned[str(config)] = reason
+    if spills is not None:
+        spills.ask(row.contender, problem, row.order, [config for config in fitting if config != incumbent])
+    make_ready([config for config in fitting if config == incumbent])
+    for config in errors:
+        for _ in range(PROBE_ROUNDS):
+            time_once(config)
+    worth = []
+    for config in fitting:
+        if config == incumbent:
+            continue
+        best = min((median(known) for known in samples), default=float("inf")) * 1e-6
+        why = prune.cannot_win(problem, counts, config, device.ceilings(), best)
+        if why is None and spills is not None:
+            why = spills.reason(row.contender, problem, row.order, config)
+        if why is None:
+            worth.append(config)
+        else:
+            pruned[str(config)] = why
+    make_ready(worth)
+    others = [config for config in worth if config in errors]
+    others.sort(key=lambda config: prune.lower_bound_seconds(problem, counts, config, device.ceilings()))
+    for turn in range(PROBE_ROUNDS):
+        for config in others:
+            if turn == 0:
+                best = min((median(known) for known in samples), default=float("inf")) * 1e-6
+                why = prune.cannot_win(problem, counts, config, device.ceilings(), best)
+                if why is not None:
+                    pruned[str(config)] = why
+                    continue
+            if str(config) not in pruned:
+                time_once(config)
+    finalists = best_third(samples)
+    for _ in range(ROUNDS - PROBE_ROUNDS):
+        for config in finalists:
+            time_once(config)
+    ranked = sorted(samples, key=lambda config: (config not in finalists, median(config)))
+    times = [
+        {
+            "us": round(median(config), 2),
+            "error": float(f"{errors[config]:.3g}"),
+            "samples": len(samples[config]),
+            "config": dataclasses.asdict(config),
+        }
+        for config in ranked
+    ]
+    shape = {name: getattr(problem, name) for name in ("dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")}
+    told = {
+        "backend": row.contender,
+        "case": row.case.name,
+        "order": row.order,
+        "before": dataclasses.asdict(incumbent),
+    }
+    return {**told, **shape, "times": times, "pruned": pruned, "failed": failed}
 
-    def compile_and_run(contender: Contender) -> Any:
-        return wait(contender.eager(), contender.framework, device)
 
-    right: list[tuple[Config, Contender, float]] = []
+def best_third(samples: dict[Config, list[float]]) -> list[Config]:
+    """The configs with the lowest medians: a third of them, and at least three."""
+    ranked = sorted(samples, key=lambda config: statistics.median(samples[config]))
+    return ranked[: max(3, -(-len(ranked) // 3))]
+
+
+def _compile(contenders: dict[Config, Any], device: Any) -> dict[str, str]:
+    """Run each once, side by side, as compiling takes longest; {config: what went wrong}."""
+    from bench.contenders import wait
+
+    failed = {}
     device.clock.pause()  # CUPTI loses records of kernels that several threads launched at once
     with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as pool:
-        runs = [(config, contender, pool.submit(compile_and_run, contender)) for config, contender in ready]
-        for config, _, run in runs:
+        runs = {
+            config: pool.submit(lambda each: wait(each.eager(), each.framework, device), contender)
+            for config, contender in contenders.items()
+        }
+        for config, run in runs.items():
             try:
                 run.result()
             except Exception as error:
                 failed[str(config)] = f"{type(error).__name__}: {error}"[:300]
     device.clock.reset()
-    for config, contender in ready:
-        if str(config) in failed:
-            continue
-        try:
-            found = check(contender, data, device, contender.eager)
-            right.append((config, contender, float(found["error"] or 0)))
-        except Exception as error:
-            failed[str(config)] = f"{type(error).__name__}: {error}"[:300]
-
-    samples: dict[Config, list[float]] = {config: [] for config, _, _ in right}
-    for _ in range(ROUNDS):
-        for config, contender, _ in right:
-            samples[config].append(gpu_sample(contender, device) * 1e6)
-    problem = data.problem
-    times: list[dict[str, Any]] = sorted(
-        (
-            {
-                "us": round(statistics.median(samples[config]), 2),
-                "error": float(f"{error:.3g}"),
-                "config": dataclasses.asdict(config),
-            }
-            for config, _, error in right
-        ),
-        key=lambda entry: float(entry["us"]),  # type: ignore[arg-type]
-    )
-    shape = {name: getattr(problem, name) for name in ("dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")}
-    told = {"backend": row.contender, "case": row.case.name, "order": row.order}
-    return {**told, **shape, "times": times, "failed": failed}
+    return failed
 
 
-def jobs(backends: list[str], dtypes: list[str], only: list[str], order: str = "column") -> Iterator[Row]:
+def jobs(
+    backends: list[str], dtypes: list[str], only: list[str], order: str = "column", models: list[str] | None = None
+) -> Iterator[Row]:
+    """The rows of CASES that are asked for; models None: of every model."""
     for name, gemm, batches in CASES:
+        if models and name not in models:
+            continue
         for tokens in batches:
             for dtype in dtypes:
                 for backend in backends:
@@ -224,26 +309,35 @@ def run(arguments: argparse.Namespace) -> None:
     cache = bench_data.DataCache(lambda *key: bench_data.build(*key, device=device.torch_device))
     layout: ScaleLayout = "channel"
     seeds = _best_of(arguments.from_best, arguments.top) if arguments.from_best else {}
-    for row in jobs(arguments.backend, arguments.dtype, arguments.only, arguments.order):
-        if (row.contender, row.case.name, row.dtype, row.order) in done:
-            continue
-        if time.monotonic() - started > arguments.seconds:
-            print("out of time; run again to go on")
-            break
-        begin = time.monotonic()
-        problem = row.problem
-        configs = seeds.get((row.case.name, row.dtype)) or candidates(problem, row.contender)
-        data = cache.get(row.case, row.dtype, layout)
-        entry = tune_case(row, device, configs, data)
-        entry |= {"gpu": device.gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d")}
-        append(out, entry)
-        best = entry["times"][0] if entry["times"] else None
-        told = f"{best['us']:8.1f} us  {Config.from_mapping(best['config'])}" if best else f"none: {entry['failed']}"
-        print(
-            f"{row.id:64} {told}  ({len(entry['times'])} ran, {len(entry['failed'])} failed, "
-            f"{time.monotonic() - begin:.1f} s)",
-            flush=True,
-        )
+    rows = list(jobs(arguments.backend, arguments.dtype, arguments.only, arguments.order, arguments.model))
+    rows = [row for row in rows if (row.contender, row.case.name, row.dtype, row.order) not in done]
+    spills = Spills()
+    try:
+        for number, row in enumerate(rows, 1):
+            if time.monotonic() - started > arguments.seconds:
+                print(f"out of time with {len(rows) - number + 1} cases left; run again to go on")
+                break
+            begin = time.monotonic()
+            configs = seeds.get((row.case.name, row.dtype)) or candidates(row.problem, row.contender)
+            data = cache.get(row.case, row.dtype, layout)
+            entry = tune_case(row, device, configs, data, spills)
+            entry |= {"gpu": device.gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d")}
+            append(out, entry)
+            now = time.monotonic()
+            print(progress(row, entry, number, len(rows), now - begin, now - started), flush=True)
+    finally:
+        spills.close()
+
+
+def progress(row: Row, entry: dict[str, Any], number: int, total: int, seconds: float, elapsed: float) -> str:
+    """A line for a case that is done: its best config, what was left out, and how long the rest may take."""
+    best = entry["times"][0] if entry["times"] else None
+    told = f"{best['us']:8.1f} us  {Config.from_mapping(best['config'])}" if best else f"none: {entry['failed']}"
+    left = elapsed / number * (total - number)
+    return (
+        f"[{number}/{total}] {row.id:64} {told}  ({len(entry['times'])} timed, {len(entry['pruned'])} left out, "
+        f"{len(entry['failed'])} failed, {seconds:.1f} s; about {left / 60:.0f} min left)"
+    )
 
 
 def finished(out: Path, *, gpu: str, versions: dict[str, str | None]) -> set[tuple[str, str, str, str]]:
@@ -347,6 +441,9 @@ def add_to(app: typer.Typer) -> None:
 def tune(
     backend: Annotated[list[str] | None, typer.Option(help="may be repeated (default torch-triton)")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="may be repeated (default fp16, fp8-w8a16, fp8-w8a8)")] = None,
+    model_name: Annotated[
+        list[str] | None, typer.Option("--model", help="may be repeated (default: every model of the comparison)")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="only rows whose id contains one of these")] = None,
     order: Annotated[str, typer.Option(help="tile order that the candidates are timed in")] = "column",
     out: Annotated[Path, typer.Option(help="JSON lines; one that exists is gone on with")] = Path("tune.jsonl"),
@@ -357,6 +454,12 @@ def tune(
     collect_from: Annotated[
         Path | None, typer.Option("--collect", help="write the best configs of this run to backends/tuned/")
     ] = None,
+    export_to: Annotated[
+        Path | None, typer.Option("--export-vllm", help="write tuned tiles into this folder as vLLM's config files")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="of --export-vllm, as its driver names it (default: this one)")
+    ] = None,
 ) -> None:
     """Time candidate tiles of each case in turns; each must be right first. Goes on where an earlier run ended."""
     from backends.registry import BACKENDS
@@ -365,17 +468,24 @@ def tune(
 
     chosen = argparse.Namespace(
         backend=backend or ["torch-triton"], dtype=dtype or list(DEFAULT_DTYPES), only=only or [""], order=order,
-        out=out, seconds=seconds, clock=clock, from_best=from_best, top=top,
+        out=out, seconds=seconds, clock=clock, from_best=from_best, top=top, model=model_name,
     )  # fmt: skip
     try:
         for name in chosen.backend:
             check_name("--backend", name, BACKENDS)
         for name in chosen.dtype:
             check_name("--dtype", name, DTYPES)
+        for name in chosen.model or ():
+            check_name("--model", name, sorted({case[0] for case in CASES}))
         check_name("--order", order, ORDERS)
         check_name("--clock", clock, CLOCKS)
         if collect_from is not None:
             typer.echo(collect(collect_from))
+            return
+        if gpu is not None and export_to is None:
+            raise ArgumentError(f"--gpu: got {gpu!r} without --export-vllm; allowed: with it (tuning is of this GPU)")
+        if export_to is not None:
+            _export(export_to, gpu)
             return
         if not _has_gpu():
             raise ArgumentError("no NVIDIA GPU that PyTorch can use: `python -m bench doctor` says what is missing")
@@ -386,6 +496,23 @@ def tune(
     except KeyboardInterrupt:
         typer.echo(f"interrupted; finished cases are in {out}, and the same command goes on behind them", err=True)
         raise typer.Exit(130) from None
+
+
+def _export(folder: Path, gpu: str | None) -> None:
+    """gpu None: the GPU here, or the only one that there are tuned tiles for."""
+    from bench import export_vllm
+
+    known = sorted(path.stem for path in TUNED.glob("*.json"))
+    if gpu is None and _has_gpu():
+        import torch
+
+        gpu = torch.cuda.get_device_name()
+    wanted = known[0] if gpu is None and len(known) == 1 else None if gpu is None else gpu.lower().replace(" ", "-")
+    if wanted not in known:
+        raise ArgumentError(f"--gpu: got {gpu}; there are tuned tiles for: {', '.join(known) or 'none'}")
+    found = export_vllm.export(TUNED / f"{wanted}.json", folder)
+    for line in (*map(str, found.paths), *found.notes):
+        typer.echo(line)
 
 
 def _has_gpu() -> bool:
@@ -400,6 +527,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", nargs="+", default=["torch-triton"])
     parser.add_argument("--dtype", nargs="+", default=list(DEFAULT_DTYPES))
+    parser.add_argument("--model", nargs="+", help="only these models")
     parser.add_argument("--only", nargs="+", default=[""], help="only rows whose id contains one of these")
     parser.add_argument("--order", default="column", help="tile order that the candidates are timed in")
     parser.add_argument("--out", default="tune.jsonl")

@@ -90,3 +90,63 @@ def test_default_configs_give_the_same_bits_in_every_run() -> None:
     entries = tuning._entries("nvidia-h200")
     assert entries
     assert all(Config.from_mapping(entry["config"]).deterministic for entry in entries)
+
+
+def of_shape(tokens: int, n: int, k: int, experts: int = 8, top_k: int = 2, **options: str) -> Problem:
+    options.setdefault("dtype", "fp16")
+    return Problem.of(tokens=tokens, n=n, k=k, experts=experts, top_k=top_k, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "experts", "tokens", "found"),
+    [
+        (14336, 4096, 8, 8, "measured"),
+        (12288, 4096, 8, 8, "nearest"),
+        (14336, 4096, 16, 16, "nearest"),  # two slots an expert, as at 8 tokens of 8 experts
+        (14336, 4096 * 4, 8, 8, "nearest"),  # four times the bytes
+        (14336, 4096 * 4 + 64, 8, 8, "rule"),
+        (12288, 4096, 8, 16, "nearest"),  # twice the slots per expert
+        (12288, 4096, 8, 17, "rule"),
+        (12288, 4096, 8, 0, "rule"),
+    ],
+)
+def test_a_shape_that_is_not_measured_takes_its_nearest_neighbour(
+    measured: Problem, n: int, k: int, experts: int, tokens: int, found: str
+) -> None:
+    problem = of_shape(tokens, n, k, experts)
+    choice = backends.choose_config(problem, backend="torch-triton", gpu="Some GPU")
+    assert choice.source.startswith(found), choice.source
+    if found == "nearest":
+        assert choice.config.group_m == 8, "the entry with the slots per expert that are nearest"
+        assert "N = 14336, K = 4096, 8 experts" in choice.source
+
+
+def test_the_nearest_of_several_shapes(measured: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = next(entry for entry in tuning._entries("some-gpu") if entry["tokens"] == 8)
+    far, near = ({**entry, "n": n, "config": {**entry["config"], "group_m": g}} for n, g in ((20000, 3), (13000, 5)))
+    monkeypatch.setattr(tuning, "_entries", lambda slug: [far, near, {**near, "backend": "pallas-mosaic"}])
+    choice = backends.choose_config(of_shape(8, 12288, 4096), backend="torch-triton", gpu="Some GPU")
+    assert choice.config.group_m == 5
+
+
+def test_a_neighbours_config_that_the_problem_cannot_have_is_passed_over(
+    measured: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two shapes of block scales: the nearer one's K step holds more than one scale block."""
+    entry = next(entry for entry in tuning._entries("some-gpu") if entry["tokens"] == 8)
+    entry = {**entry, "dtype": "fp8-w8a8", "scale_layout": "block"}
+    nearer = {**entry, "n": 12300, "config": {**entry["config"], "block_k": 256}}
+    problem = of_shape(8, 12288, 4096, dtype="fp8-w8a8", scale_layout="block")
+    for entries, source in (([entry, nearer], "nearest"), ([nearer], "rule of thumb")):
+        monkeypatch.setattr(tuning, "_entries", lambda slug, entries=entries: entries)
+        choice = backends.choose_config(problem, backend="torch-triton", gpu="Some GPU")
+        assert choice.source.startswith(source)
+        assert choice.config.block_k == 128
+
+
+def test_a_neighbour_does_not_split_k(measured: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [{**e, "config": {**e["config"], "split_k": 4}} for e in tuning._entries("some-gpu")]
+    monkeypatch.setattr(tuning, "_entries", lambda slug: entries)
+    choice = backends.choose_config(of_shape(8, 12288, 4096), backend="torch-triton", gpu="Some GPU")
+    assert choice.source.startswith("nearest")
+    assert choice.config.split_k == 1

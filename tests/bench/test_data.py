@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from backends.arrays import torch_to_numpy  # noqa: E402
-from bench import data, peers  # noqa: E402
+from bench import data, libraries, peers  # noqa: E402
 from bench.cases import Case, Row, cases, check_shard, order_pairs, rows  # noqa: E402
 from shared import fp8, reference  # noqa: E402
 from shared.checks import ArgumentError  # noqa: E402
@@ -131,8 +131,47 @@ def test_peers_compute_the_same_product(name: str) -> None:
     peer = peers.PEERS[name]
     model = Model(name="even", hidden=64, intermediate=32, experts=4, top_k=2, tp=1, source="multiples of 16")
     found = data.build(Case(model, "gate-up", 9), peer.dtypes[0], "channel", device="cpu")
-    call, arguments = peer.prepare(found)
-    assert found.error(peers.unsort(found, call(*arguments))) <= reference.error_bound(found.problem)
+    ready = peer.prepare(found, "gate-up")
+    assert found.error(ready.to_y(found, ready.call(*ready.arguments))) <= reference.error_bound(found.problem)
+
+
+@pytest.mark.parametrize("name", ["vllm-fused-moe", "triton-kernels-matmul", "tokamax-ragged-dot"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8-w8a16", "fp8-w8a8"])
+def test_a_library_that_is_not_there_or_has_no_such_kernel_says_so(name: str, dtype: str) -> None:
+    peer = peers.PEERS[name]
+    assert dtype in peer.dtypes, "a row for every dtype, so that none is missing without a word"
+    none_there = {"vllm-fused-moe": "fp8-w8a16", "triton-kernels-matmul": "fp8-w8a16", "tokamax-ragged-dot": "fp8-w8a8"}
+    found = data.build(Case(RAGGED, "gate-up", 3), dtype, "channel", device="cpu")
+    if none_there[name] != dtype:
+        reason = peer.missing()
+        if reason is None:
+            pytest.skip("it is installed: bench measures it on a GPU")
+        assert "pip install" in reason
+    with pytest.raises(NotImplementedError, match=r"cannot be imported|FP8|fp8"):
+        peer.prepare(found, "gate-up")
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "block_m"), [(9, 2, 4, 4), (70, 4, 8, 16), (3, 2, 5, 16)])
+def test_slots_are_laid_out_as_vllm_reads_them(tokens: int, top_k: int, experts: int, block_m: int) -> None:
+    """Each tile row holds slots of its expert alone, every slot with an expert is there once, padding is S."""
+    ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    sorted_ids, expert_ids, padded = libraries.vllm_assignment(ids, block_m, experts)
+    flat, slots = ids.reshape(-1), ids.numel()
+    assert int(padded) % block_m == 0
+    assert sorted_ids.numel() <= slots + experts * (block_m - 1)
+    rows = sorted_ids[: int(padded)].view(-1, block_m)
+    for row, expert in zip(rows, expert_ids.tolist(), strict=False):
+        assert {int(flat[slot]) for slot in row if slot < slots} == {expert}
+    used = sorted_ids[sorted_ids < slots]
+    assert sorted(used.tolist()) == torch.nonzero(flat >= 0).flatten().tolist()
+    assert (sorted_ids[int(padded) :] == slots).all()
+
+
+def test_few_slots_get_a_tile_row_each_in_vllm() -> None:
+    ids = torch.tensor([[3, 15]], dtype=torch.int32)
+    sorted_ids, expert_ids, padded = libraries.vllm_assignment(ids, 16, 16)
+    assert sorted_ids is None
+    assert (expert_ids.tolist(), int(padded)) == ([3, 15], 32)
 
 
 def test_jax_shares_memory() -> None:

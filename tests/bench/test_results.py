@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from bench import results, tables
+from shared.config import Config
 
 CASE = "mixtral-8x7b/gate-up/tp2/tokens-8"
 RUN: dict[str, Any] = {
@@ -171,3 +173,21 @@ def test_a_kernel_time_keeps_the_floor_of_its_own_run(kept: Path, tmp_path: Path
     added = results.add(third, results=kept, into="first")
     found = {r["contender"]: r for r in results.load(added.path)["rows"]}["torch-triton"]
     assert (found["kernel_us"], found["floor_us"]) == (170.0, 120.0)
+
+
+def test_a_reason_that_many_rows_share_is_told_once() -> None:
+    found = {"skipped": {"a": "not installed", "b": "other", "c": "not installed"}}
+    assert tables.skipped(found) == ["not measured: a and 1 more: not installed", "not measured: b: other"]
+
+
+def test_configs_in_force_are_listed_with_where_they_come_from() -> None:
+    ours = {
+        "id": "x/torch-triton",
+        "contender": "torch-triton",
+        "config": dataclasses.asdict(Config()),
+        "about": "nearest: y",
+    }
+    theirs = {"id": "x/vllm", "contender": "vllm-fused-moe", "config": None, "about": "its file z"}
+    found = {"rows": [ours, theirs]}
+    assert tables.configs(found)[1] == [["x/torch-triton", str(Config()), "nearest: y"]]
+    assert tables.peers_told(found) == ["x/vllm: its file z"]

@@ -1,0 +1,223 @@
+"""The tuner: what it leaves out without timing, what it times how often, and what it exports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("typer")
+
+from bench import contenders, export_vllm, measure, prune, tune
+from bench.cases import Row
+from shared.checks import ArgumentError
+from shared.config import Config
+from shared.models import model
+
+CEILINGS = {"read_bytes_per_s": 4.6e12, "bf16_flops": 8e14, "fp8_flops": 1.5e15}
+MIXTRAL = model("mixtral-8x7b")
+
+
+def test_lower_bound_of_tiles() -> None:
+    """By hand: DRAM bytes once, tiles' bytes at twice the rate, padded products at 1.25 times theirs."""
+    problem = MIXTRAL.problem("gate-up", 512, "fp16")
+    counts = [128] * 8
+    expert = problem.n * problem.k * 2
+
+    def bound(**tile: int) -> float:
+        return prune.lower_bound_seconds(problem, counts, Config(num_stages=2, **tile), CEILINGS)
+
+    x_once = 1024 * problem.k * 2
+    in_16_rows = (64 * expert + problem.n // 256 * x_once) / 9.2e12
+    assert bound(block_m=16, block_n=128, block_k=64) == pytest.approx(in_16_rows)
+    one_row_each = 2 * 1024 * problem.n * problem.k / 1e15
+    in_dram = problem.read_bytes(counts) / 4.6e12
+    assert bound(block_m=128, block_n=128, block_k=64) == pytest.approx(max(in_dram, one_row_each))
+    padded = 2 * 8 * 1024 * problem.n * problem.k / 1e15
+    assert bound(block_m=1024, block_n=128, block_k=64) == pytest.approx(padded)
+
+
+def test_what_cannot_win_is_said_with_both_times() -> None:
+    problem = MIXTRAL.problem("gate-up", 512, "fp16")
+    bound = prune.lower_bound_seconds(problem, [128] * 8, Config(), CEILINGS)
+    assert prune.cannot_win(problem, [128] * 8, Config(), CEILINGS, bound * 1.001) is None
+    reason = prune.cannot_win(problem, [128] * 8, Config(), CEILINGS, bound * 0.999)
+    assert reason is not None
+    assert f"{bound * 1e6:.1f} us or more" in reason
+
+
+def test_spilled_registers_are_read_off_the_compiler() -> None:
+    """A 128x256 accumulator needs 256 registers of each thread of four warps; 16x64 needs 8. What fails is unknown."""
+    problem = MIXTRAL.problem("gate-up", 8, "fp16")
+    small = Config(block_m=16, block_n=64, block_k=64, num_stages=2)
+    assert prune.spilled_bytes("torch-triton", problem, "column", small) == 0
+    large = Config(block_m=128, block_n=256, block_k=64, num_stages=2)
+    assert (prune.spilled_bytes("torch-triton", problem, "column", large) or 0) > 0
+    assert prune.spilled_bytes("torch-triton", problem, "nowhere", small) is None
+
+
+class Known:
+    """Stands for `prune.Spills`: configs of 5 stages spill."""
+
+    def ask(self, *_: object) -> None: ...
+
+    def reason(self, backend: str, problem: Any, order: str, config: Config) -> str | None:
+        return "spills 8 bytes of registers" if config.num_stages == 5 else None
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, Any], list[Config]]]:
+    """tune_case with scripted times: (its entry, the config of every sample in turn)."""
+
+    def run(us: Callable[[Config], float], configs: list[Config], wrong: Config | None = None) -> Any:
+        sampled: list[Config] = []
+
+        def prepare(row: Row, data: Any, device: Any, *, config: Config) -> Any:
+            return types.SimpleNamespace(config=config, framework="torch", eager=lambda: None)
+
+        def sample(contender: Any, device: Any) -> float:
+            sampled.append(contender.config)
+            return us(contender.config) * 1e-6
+
+        def check(contender: Any, *_: object) -> dict[str, float]:
+            if contender.config == wrong:
+                raise AssertionError("wrong")
+            return {"error": 1e-4}
+
+        monkeypatch.setattr(contenders, "prepare", prepare)
+        monkeypatch.setattr(contenders, "wait", lambda *_: None)
+        monkeypatch.setattr(measure, "check", check)
+        monkeypatch.setattr(measure, "gpu_sample", sample)
+        clock = types.SimpleNamespace(pause=lambda: None, reset=lambda: None)
+        device = types.SimpleNamespace(clock=clock, gpu="Some GPU", ceilings=lambda: CEILINGS)
+        row = Row.of("mixtral-8x7b", "gate-up", 512, "fp16", "column", "torch-triton")
+        data = types.SimpleNamespace(problem=row.problem, counts=np.full(8, 128))
+        return tune.tune_case(row, device, configs, data, Known()), sampled  # type: ignore[arg-type]
+
+    return run
+
+
+def test_what_the_tuner_times_and_what_it_leaves_out(tuned: Any) -> None:
+    good = [Config(block_m=128, block_n=128, block_k=64, num_stages=2, group_m=g) for g in range(1, 10)]
+    rereads = Config(block_m=16, block_n=128, block_k=64, num_stages=3)
+    spills = Config(block_m=128, block_n=64, block_k=64, num_stages=5)
+    too_large = Config(block_m=128, block_n=256, block_k=256, num_stages=8, num_warps=8)
+    wrong = Config(block_m=128, block_n=64, block_k=64, num_stages=3)
+    entry, sampled = tuned(lambda config: 400.0 + config.group_m, [*good, rereads, spills, too_large, wrong], wrong)
+    best = [Config.from_mapping(time["config"]) for time in entry["times"]]
+    assert best[0] == good[0]
+    assert Config.from_mapping(entry["before"]) in best, "the config that calls take today is timed too"
+    counts = {config: sampled.count(config) for config in best}
+    finalists = -(-len(best) // 3)
+    assert [counts[config] for config in best] == [7] * finalists + [2] * (len(best) - finalists)
+    assert [time["samples"] for time in entry["times"]] == [counts[config] for config in best]
+    assert "cannot win" in entry["pruned"][str(rereads)]
+    assert "spills" in entry["pruned"][str(spills)]
+    assert "shared memory" in entry["pruned"][str(too_large)]
+    assert set(entry["failed"]) == {str(wrong)}
+    assert not {rereads, spills, too_large, wrong} & set(sampled)
+
+
+def test_a_slower_best_time_leaves_fewer_out(tuned: Any) -> None:
+    rereads = Config(block_m=16, block_n=128, block_k=64, num_stages=3)
+    entry, sampled = tuned(lambda config: 2000.0, [rereads])
+    assert not entry["pruned"]
+    assert rereads in sampled
+
+
+def test_progress_tells_what_is_left() -> None:
+    row = Row.of("mixtral-8x7b", "gate-up", 512, "fp16", "column", "torch-triton")
+    entry = {"times": [{"us": 12.5, "config": dataclasses.asdict(Config())}], "pruned": {"a": "b"}, "failed": {}}
+    line = tune.progress(row, entry, 2, 6, 30.0, 90.0)
+    assert line.startswith("[2/6] mixtral")
+    assert "1 timed, 1 left out, 0 failed" in line
+    assert "about 3 min left" in line
+
+
+def test_models_are_chosen() -> None:
+    chosen = list(tune.jobs(["torch-triton"], ["fp16"], [""], models=["qwen3-30b-a3b"]))
+    assert {row.case.model.name for row in chosen} == {"qwen3-30b-a3b"}
+    assert len(list(tune.jobs(["torch-triton"], ["fp16"], [""]))) > len(chosen)
+
+
+# Export
+
+
+def test_the_export_is_what_vllm_reads(tmp_path: Path) -> None:
+    tuned = tune.TUNED / "nvidia-h200.json"
+    found = export_vllm.export(tuned, tmp_path)
+    names = {path.name for path in found.paths}
+    assert {
+        "E=8,N=7168,device_name=NVIDIA_H200.json",
+        "E=8,N=7168,device_name=NVIDIA_H200,dtype=fp8_w8a8.json",
+        "E=128,N=768,device_name=NVIDIA_H200.json",
+        "E=256,N=256,device_name=NVIDIA_H200,dtype=fp8_w8a8.json",
+    } <= names
+    assert not any("w8a16" in name for name in names), "its Triton kernel has none"
+    for path in found.paths:
+        export_vllm.check(json.loads(path.read_text()), path.name)
+    ours = next(
+        entry
+        for entry in json.loads(tuned.read_text())["entries"]
+        if (entry["backend"], entry["dtype"], entry["n"], entry["tokens"]) == ("torch-triton", "fp8-w8a8", 14336, 8)
+    )
+    name = "E=8,N=7168,device_name=NVIDIA_H200,dtype=fp8_w8a8.json"
+    theirs = json.loads((tmp_path / name).read_text())["8"]
+    assert (theirs["BLOCK_SIZE_M"], theirs["BLOCK_SIZE_N"], theirs["num_stages"]) == (
+        ours["config"]["block_m"], ours["config"]["block_n"], ours["config"]["num_stages"]
+    )  # fmt: skip
+
+
+def test_a_band_holds_every_tile_row() -> None:
+    problem = MIXTRAL.problem("gate-up", 512, "fp16")
+    group = export_vllm.tiles(Config(block_m=64), problem)["GROUP_SIZE_M"]
+    assert group >= problem.max_tile_rows(64) > group / 2
+    assert export_vllm.tiles(Config(), MIXTRAL.problem("gate-up", 1, "fp16"))["GROUP_SIZE_M"] == 2
+
+
+def test_what_vllm_cannot_have_is_told(tmp_path: Path) -> None:
+    shape = {"backend": "torch-triton", "dtype": "fp16", "scale_layout": None, "experts": 8, "k": 4096, "top_k": 2}
+    entries = [
+        {**shape, "n": 14336, "tokens": 1, "config": dataclasses.asdict(Config(split_k=4))},
+        {**shape, "n": 14336, "tokens": 8, "config": dataclasses.asdict(Config(swap_ab=True))},
+        {**shape, "n": 14300, "tokens": 8, "config": dataclasses.asdict(Config())},
+    ]
+    source = tmp_path / "some-gpu.json"
+    source.write_text(json.dumps({"gpu": "NVIDIA H200 NVL", "entries": entries}))
+    found = export_vllm.export(source, tmp_path / "out")
+    assert [path.name for path in found.paths] == ["E=8,N=7168,device_name=NVIDIA_H200.json"]
+    assert list(json.loads(found.paths[0].read_text())) == ["8"]
+    assert any("1 tokens: left out, as they split K" in note for note in found.notes)
+    assert any("8 tokens: timed with operands in the other order" in note for note in found.notes)
+    source.write_text(json.dumps({"gpu": "NVIDIA H200", "entries": [entries[1], entries[1]]}))
+    with pytest.raises(ArgumentError, match="two entries"):
+        export_vllm.export(source, tmp_path / "out")
+
+
+GOOD = dict(zip(export_vllm.FIELDS, (16, 64, 128, 1, 4, 3), strict=True))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"eight": GOOD},
+        {"8": {key: value for key, value in GOOD.items() if key != "GROUP_SIZE_M"}},
+        {"8": GOOD | {"SWAP_AB": 1}},
+        {"8": GOOD | {"BLOCK_SIZE_K": 96}},
+        {"8": GOOD | {"num_stages": True}},
+        {"8": GOOD | {"num_warps": "4"}},
+        {"8": GOOD | {"SPLIT_K": 2}},
+        {"8": GOOD | {"BLOCK_SIZE_N": 8}},
+    ],
+)
+def test_a_file_that_vllm_could_not_read_is_refused(content: dict[str, Any]) -> None:
+    export_vllm.check({"8": GOOD, "16": GOOD | {"SPLIT_K": 1}}, "good.json")
+    with pytest.raises(ArgumentError):
+        export_vllm.check(content, "bad.json")
