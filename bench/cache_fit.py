@@ -55,6 +55,8 @@ GRID: dict[str, tuple[float, ...]] = {
 """Values that are tried."""
 WORST_COUNTS, TIME_COUNTS = 0.25, 0.3
 """What the worst point, and time, add to the error that is made least."""
+NO_BETTER = 1.01
+"""A value stays where the best other one's error is less than 1% smaller: draws of halves and speeds do as much."""
 ABOUT_AS_GOOD = 1.1
 """A value whose error is at most so many times the best value's fits about as well."""
 
@@ -156,7 +158,10 @@ def fit(path: Path = COUNTERS, *, say: Callable[[str], None] = lambda line: None
             before = best
             for name, values in GRID.items():
                 tried = {value: error(best.replace(**{name: value})) for value in values}
+                now = getattr(best, name)
                 value = min(tried, key=tried.__getitem__)
+                if tried.get(now, math.inf) < NO_BETTER * tried[value]:
+                    value = now
                 best = best.replace(**{name: value})
                 good = [other for other in values if tried[other] <= ABOUT_AS_GOOD * tried[value]]
                 intervals[name] = [min(good), max(good)]
