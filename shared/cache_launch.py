@@ -134,6 +134,8 @@ def blocks_per_sm(launch: Launch, chip: Chip) -> int:
     # driver's.
     asynchronous = chip.asynchronous and (config.block_n if config.swap_ab else config.block_m) >= 64
     buffers = config.num_stages if asynchronous else max(1, config.num_stages - 1)
+    if launch.k <= config.block_k:
+        buffers = 1  # one K step: nothing is loaded ahead
     needed = buffers * stage + 1024
     by_shared_memory = int(chip.shared_memory // needed)
     if by_shared_memory < 1:

@@ -4,19 +4,26 @@ The launch is played through in chunks of K. Thread blocks start in the order of
 the GPU; each streams its rows of x and its weights chunk by chunk, and the next block takes a finished one's place.
 
     L2      A chunk that was touched before is still there with probability 1 / (1 + (d / C)**p): d the bytes of
-            different data touched since, C = l2_share * L2, p = l2_sharpness. With p -> infinity that is LRU; a smaller
-            p spreads the edge, as sets, hashing and the two halves of L2 do. What one block reads while others wait
-            for it is read once. Written y takes its place in L2, too.
+            different lines touched since, C = l2_share * L2, p = l2_sharpness. With p -> infinity that is LRU; a
+            smaller p spreads the edge, as sets and hashing do. What one block reads while others wait for it is read
+            once. Written y takes its place in L2, too.
+            L2 has two halves, each at one half of the multiprocessors. Half of what a block reads has its home in the
+            other half, and takes a second place in the half that it is read from. So what blocks of one half read
+            takes 1.5 times its size, and what both read takes twice its size.
             One queue delivers l2_bytes_per_sm_per_s from each multiprocessor's share of it. A missed byte costs
             L2_CROSSING more, as it comes from the other half of L2 half of the time; weights that the block with the
             preceding program id reads at the same time cost L2_COALESCED of theirs.
     DRAM    One queue that delivers dram_share of the datasheet's rate, to reads and to writes of y.
-    block   A chunk takes (bytes / sm_bytes_per_s + operations / (flops_share * peak)) x (blocks on its multiprocessor),
-            or until it has come from DRAM. A tile costs tile_start_s on top. Blocks are slower by a random share of up
-            to 2 x spread each, seeded: this is what takes them out of lockstep.
+    block   A chunk takes (bytes / sm_bytes_per_s + operations / (flops_share * peak) + weights / rate of widening) over
+            the block's share of its multiprocessor, or until it has come from DRAM. A tile costs tile_start_s on top.
+            Of c blocks on a multiprocessor the oldest gets (1 + older_first) / c of it, the youngest
+            (1 - older_first) / c, as warps are scheduled: where the multiprocessor is what they wait for, its blocks
+            do not end together, and so leave lockstep. Multiprocessors are slower or faster by up to sm_spread,
+            seeded.
 
 Blocks that start together stay together, so tile rows in flight at once share one weight stream, and a block that
-hits catches up with the one that misses ahead of it. Both follow from the queue; nothing else in here says so.
+hits catches up with the one that misses ahead of it, if DRAM is what that one waits for. Both follow from the queues;
+nothing else in here says so.
 
 The parameters are fitted on counters of an H200 (`python -m bench predict --fit`, data/cache_model.json); other GPUs
 get the same ones with their datasheets' numbers, which nobody has measured.
@@ -38,8 +45,8 @@ from shared.problem import ceil_div
 
 LATENCY_S = 0.8e-6
 """From asking for a K step to having it, under load: what a block's pipeline stages have to cover. Not fitted."""
-CONVERTED_PER_SM_PER_S = 64 * 1.8e9
-"""Weights that a multiprocessor widens to 16 bits a second: 64 a clock (CUDA programming guide). Not fitted."""
+CLOCK_HZ, SHARED_BYTES_PER_CLOCK = 1.8e9, 128
+"""A multiprocessor's clock, and what its shared memory reads or writes in one (CUDA programming guide). Not fitted."""
 L2_CROSSING, L2_COALESCED = 0.5, 0.62
 """L2 traffic beyond what is asked for, and what neighbours save: read off counted sectors of the fitted launches."""
 MOST_CHUNKS, FEWEST_CHUNKS, CHUNK_READS = 16, 8, 60_000
@@ -54,11 +61,13 @@ class Parameters:
 
     l2_share: float
     l2_sharpness: float
-    spread: float
+    sm_spread: float
+    older_first: float
     l2_bytes_per_sm_per_s: float
     dram_share: float
     sm_bytes_per_s: float
     flops_share: float
+    widened_per_clock: float
     tile_start_s: float
 
     def replace(self, **changes: float) -> Parameters:
@@ -144,7 +153,10 @@ def predict(launch: Launch, chip: Chip, parameters: Parameters | None = None, *,
     alone = chunk_bytes / p.sm_bytes_per_s
     alone += 2 * block_m * block_n * depth / (p.flops_share * chip.flops / chip.sms)
     if launch.converts:
-        alone += block_n * depth / CONVERTED_PER_SM_PER_S
+        alone += block_n * depth / (p.widened_per_clock * CLOCK_HZ)
+        if block_m >= 64:
+            # wgmma reads them in shared memory: written there and read once more, at 16 bits
+            alone += block_n * depth * 4 / (SHARED_BYTES_PER_CLOCK * CLOCK_HZ)
     step_bytes = config.block_k * (block_n * launch.w_bytes + block_m * launch.x_bytes)
     least = chunk_bytes * LATENCY_S / (max(1, config.num_stages - 1) * step_bytes)
     rate = p.dram_share * chip.dram_bytes_per_s
@@ -153,10 +165,15 @@ def predict(launch: Launch, chip: Chip, parameters: Parameters | None = None, *,
     running = min(chip.sms * resident, len(tiles))
     chunk_time = max(least, alone * ceil_div(running, chip.sms))
     batch = max(chunk_time, running * chunk_bytes / rate / 2)
-    delay = rng.uniform(0, 2 * p.spread, len(tiles)) * batch
+    slower = 1 + p.sm_spread * rng.uniform(-1, 1, chip.sms)
+    half = rng.permutation(chip.sms) % 2  # which multiprocessors are at which half of L2 is not known: drawn
 
+    sm = np.arange(running) % chip.sms
     tile, chunk, ready = np.arange(running), np.zeros(running, np.int64), np.zeros(running)
+    share = _shares_of_sm(tile, chip.sms, p.older_first)
     last, arrival, reader = np.full(len(size), -1), np.zeros(len(size)), np.zeros(len(size), np.int64)
+    # Second places: key + (half that it was read from) * keys
+    copy_last, copy_reader = np.full(2 * len(size), -1), np.zeros(2 * len(size), np.int64)
     backwards = np.arange(running * keys_per_tile)[::-1].copy()
     touched_in = np.zeros(1024)  # bytes whose last touch was in that step
     touched = weights_read = x_read = end = queue = l2_queue = 0.0
@@ -181,10 +198,16 @@ def predict(launch: Launch, chip: Chip, parameters: Parameters | None = None, *,
         with np.errstate(over="ignore", invalid="ignore"):
             odds = (since / (p.l2_share * chip.l2_bytes)) ** p.l2_sharpness
             missed[seen] *= np.where(np.isinf(odds), 1.0, odds / (1 + odds))
-        touched_in[: step + 1] -= np.bincount(before[seen], weights=size[read[seen]], minlength=step + 1)
-        touched_in[step] += size[read].sum()
-        touched += size[read[~seen]].sum()
-        last[read] = step
+        copies = keys + np.repeat(half[sm[chosen]], keys_per_tile) * len(size)
+        copy_reader[copies[::-1]] = numbers
+        copies = copies[copy_reader[copies] == numbers[::-1]]
+        takes = np.concatenate([size[read], size[copies % len(size)] / 2])
+        before = np.concatenate([before, copy_last[copies]])
+        seen = before >= 0
+        touched_in[: step + 1] -= np.bincount(before[seen], weights=takes[seen], minlength=step + 1)
+        touched_in[step] += takes.sum()
+        touched += takes[~seen].sum()
+        last[read] = copy_last[copies] = step
         misses = np.zeros((count, keys_per_tile))
         misses.ravel()[first] = missed
         weights_read += misses[:, 0].sum()
@@ -204,9 +227,8 @@ def predict(launch: Launch, chip: Chip, parameters: Parameters | None = None, *,
         l2_queue = max(l2_queue, now)
         served = np.maximum(served, l2_queue + passed)
         l2_queue += passed[-1]
-        chunk_time = max(least, alone * ceil_div(live, chip.sms))
-        done_at = np.maximum(np.maximum(start + chunk_time, served), arrival[weight_key]) + delay[mine]
-        ready[chosen] = done_at
+        computed = start + np.maximum(least, alone / share[chosen]) * slower[sm[chosen]]
+        ready[chosen] = np.maximum(np.maximum(computed, served), arrival[weight_key])
         chunk[chosen] += 1
 
         # Finished tiles make room for the next
@@ -224,6 +246,8 @@ def predict(launch: Launch, chip: Chip, parameters: Parameters | None = None, *,
             ready[follow] += p.tile_start_s
             next_tile += len(follow)
             ready[finished[len(follow) :]] = np.inf
+            tile[finished[len(follow) :]] = -1
+            share = _shares_of_sm(tile, chip.sms, p.older_first)
             live -= len(finished) - len(follow)
         step += 1
         if step == len(touched_in):
@@ -245,6 +269,23 @@ def predict(launch: Launch, chip: Chip, parameters: Parameters | None = None, *,
         tile_rows=tile_rows,
         tiles=len(tiles),
     )
+
+
+def _shares_of_sm(tile: np.ndarray, sms: int, older_first: float) -> np.ndarray:
+    """Each block's share of its multiprocessor, (running,): tile (running,) in places 0, 1, ..., -1 where none is left.
+
+    Place i is on multiprocessor i % sms. The one with the least tile number is the oldest.
+    """
+    lanes = ceil_div(len(tile), sms)
+    if lanes == 1:
+        return np.ones(len(tile))
+    gone = np.iinfo(np.int64).max
+    on_sm = np.full((lanes, sms), gone)
+    on_sm.ravel()[: len(tile)] = np.where(tile >= 0, tile, gone)
+    count = np.maximum(1, (on_sm != gone).sum(axis=0))
+    age = (on_sm < on_sm[:, None]).sum(axis=1)  # 0: the oldest
+    share = (1 + older_first * (1 - 2 * age / np.maximum(1, count - 1)) * (count > 1)) / count
+    return share.ravel()[: len(tile)]
 
 
 def _followed_rows(

@@ -26,6 +26,9 @@ from shared.gpus import gpu
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Config(block_m=16, block_n=128, block_k=64, num_stages=3)
+ONE_BLOCK = 3 * 64 * 144 * 2 + 1024
+"""Shared memory of one block of CONFIG, bytes."""
+IN_STEP = cache_model.fitted().replace(sm_spread=0.0, older_first=0.0)
 CHIP = Chip(sms=16, l2_bytes=1e6, dram_bytes_per_s=1e12, flops=1e14)
 
 
@@ -52,7 +55,7 @@ def test_an_infinite_l2_reads_what_is_needed(order: str, dtype: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_without_l2_one_block_at_a_time_reads_everything_again(order: str) -> None:
     launch = a_launch(order=order, tokens=48)
-    alone = with_l2(1e-3, sms=1, shared_memory=3 * 64 * 144 * 2 + 1024)
+    alone = with_l2(1e-3, sms=1, shared_memory=ONE_BLOCK)
     found = cache_model.predict(launch, alone)
     assert found.blocks_per_sm == 1
     rows = planning.tile_rows_in_use(launch.expert_counts, 16)
@@ -67,7 +70,7 @@ def test_without_l2_one_block_at_a_time_reads_everything_again(order: str) -> No
 def test_more_l2_never_reads_more_and_nothing_reads_less_than_needed(order: str, dtype: str) -> None:
     launch = a_launch(order=order, dtype=dtype, n=500)
     sizes = (1e-3, 3e5, 1e6, 3e6, 1e8)
-    chips = [with_l2(size, sms=5, shared_memory=3 * 64 * 144 * 2 + 1024) for size in sizes]
+    chips = [with_l2(size, sms=5, shared_memory=ONE_BLOCK) for size in sizes]
     read = [cache_model.predict(launch, chip).dram_bytes for chip in chips]
     assert min(read) >= launch.needed_bytes * (1 - 1e-9)
     for smaller, larger in itertools.pairwise(read):
@@ -89,12 +92,46 @@ def test_tile_rows_in_flight_together_share_one_stream() -> None:
     """Without L2, row order reads weights again for each tile row that is alone, and half as often where two are."""
     ids = routing.one_expert(8, 4, 16)  # 128 slots: 8 tile rows of one expert
     launch = a_launch(topk_ids=ids, n=2048)
-    parameters = cache_model.fitted().replace(spread=0.0)
-    one_block = 3 * 64 * 144 * 2 + 1024
+    parameters = IN_STEP
     once = 2048 * 512 * 2
     for sms, reads in ((16, 8), (32, 4), (64, 2)):
-        chip = with_l2(1e-3, sms=sms, shared_memory=one_block)
+        chip = with_l2(1e-3, sms=sms, shared_memory=ONE_BLOCK)
         assert cache_model.predict(launch, chip, parameters).weight_bytes == pytest.approx(reads * once, rel=1e-6)
+
+
+def test_what_both_halves_of_l2_read_takes_more_of_it() -> None:
+    """In row order a column's weights take 1.5 times their size where always one multiprocessor reads them; where two
+    do, those that are at different halves make it twice, and they are half of all."""
+    launch = a_launch(topk_ids=routing.one_expert(8, 4, 16), n=2048)  # 8 tile rows of 16 columns
+    weights = 2048 * 512 * 2
+    parameters = IN_STEP.replace(l2_share=1.0, l2_sharpness=400.0)
+    read = {}
+    for sms, share in itertools.product((16, 32), (1.3, 1.55, 2.1)):
+        chip = with_l2(share * weights, sms=sms, shared_memory=ONE_BLOCK)
+        read[sms, share] = cache_model.predict(launch, chip, parameters).weight_bytes / weights
+    assert read[16, 1.3] == pytest.approx(8, rel=0.01)  # every tile row anew
+    assert read[16, 1.55] == pytest.approx(1, rel=0.01)
+    assert read[32, 1.55] == pytest.approx(4, rel=0.01)  # every two tile rows, which share a stream
+    assert read[32, 2.1] == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.parametrize("dram_bytes_per_s", [1e12, 1e11])
+def test_unequal_shares_of_a_multiprocessor_end_lockstep_where_it_is_waited_for(dram_bytes_per_s: float) -> None:
+    launch = a_launch(topk_ids=routing.one_expert(8, 4, 64), n=2048, k=1024)  # 32 tile rows of 16 columns
+    chip = with_l2(1e-3, sms=32, shared_memory=2 * ONE_BLOCK, dram_bytes_per_s=dram_bytes_per_s)
+    read = [cache_model.predict(launch, chip, IN_STEP.replace(older_first=share)) for share in (0.0, 0.3)]
+    assert read[0].blocks_per_sm == 2
+    assert read[0].weight_bytes == pytest.approx(8 * 2048 * 1024 * 2)  # four tile rows share a stream
+    if dram_bytes_per_s == 1e12:
+        assert read[1].weight_bytes > 1.5 * read[0].weight_bytes
+    else:
+        assert read[1].weight_bytes == pytest.approx(read[0].weight_bytes)
+
+
+def test_shares_of_a_multiprocessor() -> None:
+    # Places 0 to 6 on three multiprocessors: tiles 9, 4 and 7 on the first, 5 and 6 on the second, 8 on the third.
+    share = cache_model._shares_of_sm(np.array([9, 5, 8, 4, 6, -1, 7]), 3, 0.3)
+    assert share[[0, 1, 2, 3, 4, 6]] == pytest.approx([0.7 / 3, 1.3 / 2, 1, 1.3 / 3, 0.7 / 2, 1 / 3])
 
 
 def test_time_is_bounded_by_each_part() -> None:
@@ -152,7 +189,7 @@ def test_committed_errors_follow_from_the_committed_points(judged: dict[str, Any
     number = sum(not point["fits"] for point in judged["points"])
     assert number >= 30
     assert judged["errors"][0]["median"] <= cache_judge.MEDIAN_TARGET
-    assert len(cache_judge.missed(judged)) <= number / 20  # notes/cache-model.md names them, generated
+    assert cache_judge.missed(judged) == []
 
 
 def test_committed_predictions_are_what_the_model_says(judged: dict[str, Any]) -> None:
@@ -170,7 +207,7 @@ def test_blocks_per_multiprocessor_as_counted(judged: dict[str, Any]) -> None:
     for one in judged["points"]:
         point = points[one["id"]]
         config, dtype = point.config, point.dtype
-        launch = a_launch(dtype=dtype, config=config)
+        launch = a_launch(dtype=dtype, config=config, k=point.problem.k)
         assert cache_launch.blocks_per_sm(launch, Chip.of(gpu("h200"), dtype)) == one["measured_blocks_per_sm"], point
 
 
