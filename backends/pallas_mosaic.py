@@ -2,20 +2,21 @@
 
     y_rows[r, n] = row_scale[r] * sum_k x_rows[r, k] * w[expert of r's tile, n, k] * w_scale[...]
 
-One thread block of one warp-group per SM (two where shared memory allows) lives as long as the kernel and takes every
-P-th tile of the tile order, P such blocks in all. Its tiles' K steps form one stream: step s reads stage s % num_stages
-of shared memory, and as soon as the matrix instructions of step s - 1 are done, its stage is filled for step
-s - 1 + num_stages, which may belong to the next tile. So the memory system has work during a tile's epilogue too: at
-decode, where a kernel is as fast as it reads weights, a pipeline that drained at the end of each tile would lose about
-a memory latency per tile.
+Thread blocks live as long as the kernel, one to four an SM, P in all; each takes every P-th tile of the tile order. In
+a block, one warp-group fetches and one or two multiply. Its tiles' K steps form one stream through a ring of num_stages
+stages in shared memory: the fetching warp-group waits until a stage has been read, and fills it with the next step,
+which may belong to the next tile. So loads are in flight during a tile's epilogue too: at decode, where a kernel is as
+fast as it reads weights, a pipeline that drained at the end of each tile would lose about a memory latency per tile.
 
-wgmma's left operand has 64 rows at least, its right one 8 columns or more. The weights (block_n x block_k) are the left
-one; the tokens, far fewer, the right one, read through a transposed view. The accumulator is (block_n, height).
+wgmma's left operand has 64 rows at least, its right one a multiple of 8 columns. The weights (block_n x block_k) are
+the left one, of which each multiplying warp-group has its share of the channels; the tokens, far fewer, the right one,
+read through a transposed view. A tile multiplies the least of a few heights (8, 16, 32 ... rows) that has all its
+slots, so a tall tile costs shared memory, not arithmetic: with block_m above an expert's slots, its weights are read
+once.
 
 TMA reads boxes of equally strided rows, so the rows of x that a tile multiplies lie one below the other beforehand:
 `mosaic_rows` says how. XLA takes each slot's row out of the kernel's output afterwards. That last gather also puts the
-zero rows of -1 slots: their tile rows are not computed. Boxes of x and of y have 8, 16, 32 ... rows, as few as hold the
-tile's slots. What the others' columns of the accumulator hold, no one reads.
+zero rows of -1 slots: their tile rows are not computed. Rows of y past a tile's slots are not to be read.
 
 TMA fills what lies past K with zeros and drops what lies past N. It needs K to be a multiple of 32 bytes (better 128),
 N of 8, and neither smaller than the block; where they are not so, the weights are copied into a padded array on each
@@ -176,7 +177,7 @@ def blocks_per_sm(problem: Problem, config: Config) -> int:
 def _registers(problem: Problem, config: Config) -> int:
     """Registers of a thread: its part of the sums, of the widened weights, and what addresses take."""
     widened = config.block_n * config.block_k // (64 * config.num_warps) if problem.dtype == "fp8-w8a16" else 0
-    return min(255, 32 + _accumulator_registers(config) + widened)
+    return min(255, 40 + _accumulator_registers(config) + widened)
 
 
 def _accumulator_registers(config: Config) -> int:

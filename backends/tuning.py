@@ -86,27 +86,39 @@ def rule_of_thumb(problem: Problem, backend: str) -> Config:
 
     Token tiles hold one and a half times an expert's mean, so that most experts fit one tile row and read their weights
     once. Weights on the left fill the matrix instruction's 64-row side, except where a small tile widens them first
-    (fp8-w8a16 in Triton): widened weights are a slow left operand there. pallas-mosaic always has them on the left.
-    A K step holds 128 to 256 bytes of a weight row.
+    (fp8-w8a16 in Triton): widened weights are a slow left operand there. A K step holds 128 to 256 bytes of a weight
+    row.
     """
-    per_expert = _per_expert(problem.slots, problem.experts)
-    mosaic = backend == "pallas-mosaic"
+    per_expert = problem.slots / max(1, min(problem.experts, problem.slots))
+    if backend == "pallas-mosaic":
+        return _rule_for_mosaic(problem, per_expert)
     widens = problem.dtype == "fp8-w8a16"
     block_m = 16
     while block_m < 128 and block_m < per_expert * (1 if widens else 1.5):
         block_m *= 2
     large = block_m >= 64
     block_k = (64 if large else 128) * (2 if problem.is_fp8 else 1)
-    block_n = 128 if large or mosaic or widens else 64
+    block_n = 128 if large or widens else 64
     num_stages = {64: 3, 128: 4, 256: 4}[block_k]
-    swap_ab = mosaic or not widens or block_m == 64
-    if mosaic:
-        block_m = min(block_m, 64) if problem.is_fp8 else block_m
-        num_stages = 2 if widens else 5
+    swap_ab = not widens or block_m == 64
     if problem.scale_layout == "block":  # partial sums of one scale block need registers of their own
         block_k, block_m = min(block_k, 128), min(block_m, 64)
         num_stages = 4
     return Config(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=num_stages, swap_ab=swap_ab)
+
+
+def _rule_for_mosaic(problem: Problem, per_expert: float) -> Config:
+    """Weights are always on the left, and a tile multiplies hardly more rows than it has slots: tall tiles cost shared
+    memory alone, so a tile is to hold all slots of most experts. Two warp-groups share tall tiles, and widening."""
+    rows = (16, 32, 64, 96, 128, 160)
+    block_m = next((m for m in rows if m >= per_expert * 1.25), rows[-1])
+    block_k = (256 if block_m <= 32 else 128) // problem.w_itemsize
+    num_warps = 8 if block_m >= 96 or problem.dtype == "fp8-w8a16" else 4
+    if problem.scale_layout == "block":
+        block_k, block_m, num_warps = min(block_k, 128), min(block_m, 64), 4
+    stage = block_k * (block_m * problem.x_itemsize + 128 * problem.w_itemsize)
+    num_stages = max(2, min(8, 200_000 // stage))
+    return Config(block_m=block_m, block_n=128, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
 
 
 @functools.cache

@@ -17,9 +17,9 @@ from shared.problem import DTYPES, Problem, ScaleLayout
 
 TOKENS_FULL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 DEFAULT_DTYPES = ("fp16", "fp8-w8a16", "fp8-w8a8")
-DEFAULT_ORDERS = (("grouped", "pallas-mosaic"),)
+DEFAULT_ORDERS = (("row", "pallas-mosaic"),)
 """Orders beside column in the default set: pallas-mosaic reads gathered rows of x again for each tile column, which
-column order spreads over the whole kernel and grouped order does not."""
+column order spreads over the whole kernel and row order does not."""
 PAIRED = ("torch-triton", "pallas-mosaic")
 """Backends whose orders the default set compares by pairs: one gathers rows of x in the kernel, the other before it."""
 CAPTURED_TOKENS = (8,)
@@ -35,8 +35,8 @@ SETS = ("default", "full", "targets")
 TARGET_DTYPES = ("fp16", "bf16", "fp8-w8a16", "fp8-w8a8")
 TARGET_BF16_TOKENS = (1, 8, 64, 512)
 """Batches that the targets set measures in bf16: it moves fp16's bytes through the same instructions at fp16's rate."""
-TARGET_GROUPED_FROM = 32
-"""Tokens from which on the targets set measures DEFAULT_ORDERS too: with fewer, few tiles share rows of x."""
+TARGET_ORDERS = {"pallas-mosaic": "row"}
+"""The order in which the targets set measures a backend; the others: column."""
 _TARGETS = (
     ("mixtral-8x7b", "gate-up"),
     ("mixtral-8x7b", "down"),
@@ -145,10 +145,7 @@ def _target_rows(case: Case) -> Iterator[Row]:
     for dtype in TARGET_DTYPES:
         if dtype != "bf16" or case.tokens in TARGET_BF16_TOKENS:
             for backend in BACKENDS:
-                yield Row(case, dtype, "column", backend)
-            if case.tokens >= TARGET_GROUPED_FROM:
-                for order, backend in DEFAULT_ORDERS:
-                    yield Row(case, dtype, order, backend)
+                yield Row(case, dtype, TARGET_ORDERS.get(backend, "column"), backend)
         for name, peer in PEERS.items():
             if dtype in peer.dtypes and not (dtype == "bf16" and "fp16" in peer.dtypes):
                 yield Row(case, dtype, "own", name)

@@ -29,9 +29,11 @@ _OF_ONE_KERNEL = ("torch-triton", "jax-triton")
 
 
 def lower_bound_seconds(
-    problem: Problem, counts: Sequence[int], config: Config, ceilings: Mapping[str, float]
+    problem: Problem, counts: Sequence[int], config: Config, ceilings: Mapping[str, float], *, pads: bool = True
 ) -> float:
-    """Least time of a launch with these tiles, from what they read and multiply, padding included.
+    """Least time of a launch with these tiles, from what they read and multiply.
+
+    pads: whether all rows of a tile are multiplied, also those of no slot.
 
     Every tile row reads its expert's weights, every tile column the rows of x: at the read ceiling what has to come
     from DRAM once, at `L2_OVER_DRAM` times that what tiles read in all. counts: slots per expert; ceilings: as
@@ -40,12 +42,12 @@ def lower_bound_seconds(
     rows = planning.tile_rows_in_use(np.asarray(counts), config.block_m)
     cols = problem.tile_cols(config.block_n)
     weights = rows * problem.n * problem.k * problem.w_itemsize
-    # Two thread blocks may share the rows of x that they read (pallas-mosaic's multicast).
-    activations = ceil_div(cols, 2) * sum(counts) * problem.k * problem.x_itemsize
+    activations = cols * sum(counts) * problem.k * problem.x_itemsize
     read = ceilings["read_bytes_per_s"]
     rate = ceilings.get("fp8_flops" if problem.quantises_x else "bf16_flops", ceilings["bf16_flops"])
     depth = ceil_div(problem.k, config.block_k) * config.block_k
-    operations = 2 * rows * config.block_m * cols * config.block_n * depth
+    multiplied = rows * config.block_m if pads else sum(counts)
+    operations = 2 * multiplied * cols * config.block_n * depth
     return max(
         problem.read_bytes(counts) / read,
         (weights + activations) / (L2_OVER_DRAM * read),
@@ -54,10 +56,16 @@ def lower_bound_seconds(
 
 
 def cannot_win(
-    problem: Problem, counts: Sequence[int], config: Config, ceilings: Mapping[str, float], best: float
+    problem: Problem,
+    counts: Sequence[int],
+    config: Config,
+    ceilings: Mapping[str, float],
+    best: float,
+    *,
+    pads: bool = True,
 ) -> str | None:
     """Why these tiles are slower than `best` (seconds) whatever the kernel does; None if they need not be."""
-    bound = lower_bound_seconds(problem, counts, config, ceilings)
+    bound = lower_bound_seconds(problem, counts, config, ceilings, pads=pads)
     if bound <= best:
         return None
     return f"cannot win: its tiles need {bound * 1e6:.1f} us or more, another config took {best * 1e6:.1f} us"

@@ -164,6 +164,7 @@ def tune_case(row: Row, device: Any, configs: list[Config], data: Any, spills: S
     from bench.measure import check, gpu_sample
 
     module, problem, counts = registry.load(row.contender), data.problem, data.counts.tolist()
+    pads = row.contender != "pallas-mosaic"  # which multiplies few more rows than hold slots
     incumbent = backends.config_for(problem, backend=row.contender, gpu=device.gpu)
     configs = list(dict.fromkeys((incumbent, *configs)))
     pruned: dict[str, str] = {}
@@ -213,7 +214,7 @@ def tune_case(row: Row, device: Any, configs: list[Config], data: Any, spills: S
         if config == incumbent:
             continue
         best = min((median(known) for known in samples), default=float("inf")) * 1e-6
-        why = prune.cannot_win(problem, counts, config, device.ceilings(), best)
+        why = prune.cannot_win(problem, counts, config, device.ceilings(), best, pads=pads)
         if why is None and spills is not None:
             why = spills.reason(row.contender, problem, row.order, config)
         if why is None:
@@ -222,12 +223,12 @@ def tune_case(row: Row, device: Any, configs: list[Config], data: Any, spills: S
             pruned[str(config)] = why
     make_ready(worth)
     others = [config for config in worth if config in errors]
-    others.sort(key=lambda config: prune.lower_bound_seconds(problem, counts, config, device.ceilings()))
+    others.sort(key=lambda config: prune.lower_bound_seconds(problem, counts, config, device.ceilings(), pads=pads))
     for turn in range(PROBE_ROUNDS):
         for config in others:
             if turn == 0:
                 best = min((median(known) for known in samples), default=float("inf")) * 1e-6
-                why = prune.cannot_win(problem, counts, config, device.ceilings(), best)
+                why = prune.cannot_win(problem, counts, config, device.ceilings(), best, pads=pads)
                 if why is not None:
                     pruned[str(config)] = why
                     continue

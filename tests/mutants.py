@@ -120,8 +120,10 @@ MUTANTS = (
     # The Pallas kernel, Mosaic GPU lowering
     Mutant("mosaic: skipped tile", MOSAIC, "lax.div(tiles * parts - block", "lax.div(tiles * parts - 1 - block", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: wrong expert", MOSAIC, "part, expert_gmem[row], needed", "part, expert_gmem[row * 0], needed", gemm("pallas-mosaic", "ragged and fp16 and row")),
-    Mutant("mosaic: K step dropped", MOSAIC, "lax.fori_loop(0, steps_of(tile), step, state)", "lax.fori_loop(0, steps_of(tile) - 1, step, state)", gemm("pallas-mosaic", "ragged and fp16 and row")),
-    Mutant("mosaic: stage refilled before it is read", MOSAIC, "lax.cond(i + s > 0, lambda: fetch_if_any(previous, ahead), lambda: ahead)", "fetch_if_any(previous, ahead)", gemm("pallas-mosaic", "ragged and fp16 and row")),
+    Mutant("mosaic: K step dropped", MOSAIC, "if parts > 1 else k_steps", "if parts > 1 else k_steps - 1", gemm("pallas-mosaic", "ragged and fp16 and row")),
+    Mutant("mosaic: stage refilled before it is read", MOSAIC, "plgpu.barrier_wait(freed.at[stage])\n\n                def", "def", gemm("pallas-mosaic", "ragged and fp16 and row")),
+    Mutant("mosaic: warp-groups take each other's channels", MOSAIC, "mine = pl.ds(group * group_n, group_n)", "mine = pl.ds((config.num_warps // 4 - 1 - group) * group_n, group_n)", ("tests/test_mosaic.py", "-k", "tall_tiles_of and fp16")),
+    Mutant("mosaic: every chunk of y at the first's place", MOSAIC, "pl.ds(tile.row * height + first, rows)", "pl.ds(tile.row * height, rows)", ("tests/test_mosaic.py", "-k", "tall_tiles_of and fp16")),
     Mutant("mosaic: dropped channel scale", MOSAIC, "if w_scale_gmem is not None and not block_scaled:", "if False:", gemm("pallas-mosaic", "ragged and w8a16-channel and row")),
     Mutant("mosaic: block scale row wrong", MOSAIC, "lax.div(n, SCALE_BLOCK)", "lax.div(n, 2 * SCALE_BLOCK)", gemm("pallas-mosaic", "scale-blocks and w8a8-block")),
     Mutant("mosaic: dropped row scale", MOSAIC, "if row_scale_gmem is not None:", "if False:", gemm("pallas-mosaic", "ragged and fp16 and row")),

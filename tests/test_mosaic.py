@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import backends
-from backends import mosaic_rows
+from backends import mosaic_rows, pallas_mosaic
 from shared import models
 from shared.config import Config
 from shared.problem import Problem
@@ -93,6 +93,22 @@ def test_boxes_end_behind_the_last_slot() -> None:
 
 
 @NUMERICS
+@pytest.mark.parametrize(("variant", "order"), [("fp16", "row"), ("fp8-w8a16-channel", "popular")])
+def test_tall_tiles_of_two_warp_groups(variant: str, order: str) -> None:
+    """Experts with 1, 33, 48 and 100 slots, tiles of 48 rows, which is no power of two and is stored in two chunks."""
+    counts = (1, 33, 48, 100)
+    ids = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    rng = np.random.default_rng(1)
+    case = cases.Case(
+        name="tall", reason="", ids=rng.permutation(ids)[:, None], experts=len(counts), n=200, k=72,
+        config=Config(block_m=48, block_n=128, block_k=32, num_warps=8, num_stages=2),
+    )  # fmt: skip
+    data = cases.data_of(case, variant)
+    y = run(BACKEND, data, order, case.config)
+    check(y, data)
+
+
+@NUMERICS
 def test_popularity_of_earlier_steps_changes_no_result() -> None:
     data = build("many-rows", "fp16")
     popularity = np.array([3, 1, 2**31 - 1], np.int32)
@@ -131,7 +147,7 @@ def test_parts_of_k_compile(dtype: str, layout: str, reduction: str) -> None:
     adding = set(re.findall(r"cp\.reduce\.async\.bulk\.tensor\.\dd\.global\.shared::cta\.(\w+)\.tile", code.ptx))
     assert adding == (set() if reduction == "two-pass" else {"add"})
     assert code.spills == 0
-    assert columns_of(code.ptx) == {"16"}
+    assert columns_of(code.ptx) == {"8", "16"}
 
 
 @pytest.mark.compile_only
@@ -140,6 +156,32 @@ def test_eight_tokens_are_eight_columns() -> None:
     problem = Problem.of("fp16", tokens=8, experts=64, n=1536, k=2048, top_k=8)
     code = backends.load(BACKEND).compile_only(problem, "column", Config(num_stages=5))
     assert columns_of(code.ptx) == {"8"}
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize(
+    ("dtype", "config", "blocks"),
+    [
+        ("fp16", Config(block_m=16, block_n=64, num_stages=2), 4),
+        ("fp16", Config(block_m=64, block_k=64, num_stages=4), 2),
+        ("fp8-w8a16", Config(block_m=16, num_stages=5), 2),
+    ],
+)
+def test_registers_leave_room_for_the_thread_blocks_that_are_launched(dtype: str, config: Config, blocks: int) -> None:
+    problem = models.model("mixtral-8x7b").problem("gate-up", 64, dtype)
+    code = backends.load(BACKEND).compile_only(problem, "row", config)
+    assert pallas_mosaic.blocks_per_sm(problem, config) == blocks
+    assert code.spills == 0
+    assert blocks * (32 * config.num_warps + 128) * -(-code.registers // 8) * 8 <= 65536
+
+
+@pytest.mark.compile_only
+def test_tiles_have_instructions_of_every_height() -> None:
+    problem = models.model("mixtral-8x7b").problem("gate-up", 512, "fp16")
+    config = Config(block_m=48, block_k=64, num_warps=8, num_stages=3)
+    code = backends.load(BACKEND).compile_only(problem, "row", config)
+    assert columns_of(code.ptx) == {"8", "16", "32", "48"}
+    assert code.spills == 0
 
 
 def columns_of(ptx: str) -> set[str]:

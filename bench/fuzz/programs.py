@@ -28,7 +28,7 @@ KINDS: tuple[tuple[str, str, ScaleLayout | None], ...] = (
 """(dtype, activation, scale layout)"""
 
 CONFIG_FIELDS: dict[str, tuple[Any, ...]] = {
-    "block_m": (16, 32, 64, 128),
+    "block_m": (16, 32, 64, 128, 48, 160),
     "block_n": (64, 16, 32, 128, 256),
     "block_k": (32, 16, 64, 128, 256),
     "num_warps": (4, 8, 2, 1),
