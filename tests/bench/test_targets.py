@@ -77,6 +77,13 @@ def of(found: Found, case: str, dtype: str, contender: str | None = None) -> Ite
     yield from (r for r in found["rows"] if (r["case"], r["dtype"]) == (case, dtype) and r["contender"] in names)
 
 
+def also_in_column_order(found: Found, case: str) -> dict[str, Any]:
+    """A second row of pallas-mosaic, in fp16."""
+    (row,) = of(found, case, "fp16", "pallas-mosaic")
+    found["rows"].append({**row, "id": row["id"].replace("/row/", "/column/"), "order": "column"})
+    return found["rows"][-1]
+
+
 def slow(found: Found, case: str, dtype: str, factor: float, contender: str | None = None) -> None:
     for row in of(found, case, dtype, contender):
         row["kernel_us"] *= factor
@@ -180,7 +187,7 @@ def test_a_missing_row_is_missed_as_not_measured(found: Found, launched: Launche
 
 def test_a_wrong_result_in_one_order_is_not_hidden_by_another(found: Found, launched: Launched) -> None:
     case = MIXTRAL.format(128)
-    column = next(row for row in of(found, case, "fp16", "pallas-mosaic") if row["order"] == "column")
+    column = also_in_column_order(found, case)
     del column["kernel_us"]
     column["failures"] = {"kernel": "wrong: error 1.0e-01 > 4.2e-04"}
     (line,) = [
@@ -193,8 +200,7 @@ def test_a_wrong_result_in_one_order_is_not_hidden_by_another(found: Found, laun
 
 def test_the_fastest_order_and_the_faster_fp8_mode_count(found: Found, launched: Launched) -> None:
     case = MIXTRAL.format(64)
-    column = next(row for row in of(found, case, "fp16", "pallas-mosaic") if row["order"] == "column")
-    column["kernel_us"] *= 1.5
+    also_in_column_order(found, case)["kernel_us"] *= 1.5
     assert missed(found, launched) == set()
     floor(case, ("fp8-w8a16",), 1.03)(found, launched)
     assert missed(found, launched) == set()

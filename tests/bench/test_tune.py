@@ -35,13 +35,16 @@ def test_lower_bound_of_tiles() -> None:
         return prune.lower_bound_seconds(problem, counts, Config(num_stages=2, **tile), CEILINGS)
 
     x_once = 1024 * problem.k * 2
-    in_16_rows = (64 * expert + problem.n // 256 * x_once) / 9.2e12
+    in_16_rows = (64 * expert + problem.n // 128 * x_once) / 9.2e12
     assert bound(block_m=16, block_n=128, block_k=64) == pytest.approx(in_16_rows)
     one_row_each = 2 * 1024 * problem.n * problem.k / 1e15
     in_dram = problem.read_bytes(counts) / 4.6e12
     assert bound(block_m=128, block_n=128, block_k=64) == pytest.approx(max(in_dram, one_row_each))
     padded = 2 * 8 * 1024 * problem.n * problem.k / 1e15
     assert bound(block_m=1024, block_n=128, block_k=64) == pytest.approx(padded)
+    config = Config(block_m=1024, block_n=128, block_k=64, num_stages=2)
+    alone = prune.lower_bound_seconds(problem, counts, config, CEILINGS, pads=False)
+    assert alone == pytest.approx(max(in_dram, one_row_each)), "pallas-mosaic multiplies the rows that hold slots"
 
 
 def test_what_cannot_win_is_said_with_both_times() -> None:
