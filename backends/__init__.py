@@ -144,6 +144,10 @@ def unrecorded(
     with arrays.same_current_device():
         native: tuple[Any, ...] = given
         if kind != module.FRAMEWORK:
+            if kind == "torch" and not interpret:
+                for name, a in zip(ARRAYS, given, strict=True):
+                    if a is not None:
+                        arrays.check_alignment(name, a, backend)
             native = tuple(
                 [None if a is None else arrays.to_framework(a, module.FRAMEWORK, on_gpu=not interpret) for a in given]
             )

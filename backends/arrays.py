@@ -155,6 +155,20 @@ def to_framework(array: Any, framework: str, *, on_gpu: bool) -> Any:
         return jax.dlpack.from_dlpack(array.detach())
 
 
+ALIGNMENT = 16
+"""Bytes: XLA's programs take no array of a GPU at another address."""
+
+
+def check_alignment(name: str, tensor: Any, backend: str) -> None:
+    """ArgumentError where a torch tensor's address does not suit XLA, which would say so after the launch."""
+    if tensor.data_ptr() % ALIGNMENT:
+        raise ArgumentError(
+            f"{name}: got a tensor whose address is {tensor.data_ptr() % ALIGNMENT} past a multiple of {ALIGNMENT} "
+            f"bytes; allowed with backend {backend}: multiples of {ALIGNMENT} (such as {name}.clone() has); "
+            "torch-triton takes any address"
+        )
+
+
 def from_framework(array: Any, kind: str) -> Any:
     """The result, back as the kind of array that the caller passed."""
     if kind == "numpy":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from backends import triton_launch
@@ -200,6 +201,7 @@ def _again(work: Work, given: tuple[torch.Tensor | None, ...]) -> torch.Tensor |
     if not kept.is_current(device.index):
         with torch.cuda.device(device):
             return _again(work, given)
+    _bind_context(device)
     _, shape, dtype = work.buffers[-1]
     together = torch.empty(work.size, dtype=torch.uint8, device=device)
     y = torch.empty(shape, dtype=dtype, device=device)
@@ -211,6 +213,20 @@ def _again(work: Work, given: tuple[torch.Tensor | None, ...]) -> torch.Tensor |
         return None
     kept.launch(addresses, device.index or 0)
     return y
+
+
+_bound = threading.local()
+
+
+def _bind_context(device: torch.device) -> None:
+    """Give this thread the CUDA context of `device`, the current one, once: a new thread has none until a call of
+    CUDA's runtime has run in it, and Triton launches through the driver, which asks for one."""
+    import torch
+
+    known = _bound.__dict__.setdefault("devices", set())
+    if device not in known and device.type == "cuda":
+        torch.empty(1, dtype=torch.uint8, device=device).zero_()  # a call that CUDA graphs can capture, too
+        known.add(device)
 
 
 def _keep(work: Work, buffers: dict[str, Any], kernels: list[Any]) -> None:
@@ -241,6 +257,7 @@ def _launch(kernel_name: str, grid: int, arguments: tuple[Any, ...], constants: 
     from backends import triton_kernel
 
     with torch.cuda.device(arguments[0].device):
+        _bind_context(arguments[0].device)
         try:
             return getattr(triton_kernel, kernel_name)[(grid,)](*arguments, **constants)
         except OutOfResources as error:

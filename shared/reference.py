@@ -54,6 +54,9 @@ def relative_error(y: np.ndarray, reference: np.ndarray) -> float:
     return difference / norm if norm > 0 else difference
 
 
+LEAST_NORMAL_FP16, LEAST_NORMAL_E4M3 = 2.0**-14, 2.0**-6
+
+
 def error_bound(problem: Problem, rounded_parts: int = 1) -> float:
     """Largest relative error that counts as rounding.
 
@@ -108,12 +111,14 @@ def accumulate_fp8(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """x (M, K) @ w (N, K).T as Hopper's FP8 matrix instruction sums it: float64 numbers that are e4m3 values.
 
     A model, fitted to nothing: 32 products and the running sum, aligned to the largest, cut below 13 bits, added.
+    Factors below the least normal number (2**-6) are not normalised first, as in `accumulate_fp16`.
     """
     total = np.zeros((x.shape[0], w.shape[0]))
+    sizes = [_aligned_as(v, LEAST_NORMAL_E4M3) for v in (x, w)]
     for start in range(0, x.shape[1], 32):
         k = slice(start, start + 32)
-        terms = np.concatenate([x[:, None, k] * w[None, :, k], total[:, :, None]], axis=2)
-        total = _cut(terms, np.abs(terms).max(axis=2, keepdims=True), 13).sum(axis=2)
+        terms, largest = _terms(x[:, k], w[:, k], sizes[0][:, k], sizes[1][:, k], total)
+        total = _cut(terms, largest, 13).sum(axis=2)
         total = _cut(total, np.abs(total), 13)
     return total
 
@@ -126,15 +131,28 @@ def accumulate_fp16(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     if they were that number, so sums in which such products are the largest keep up to 10 bits less.
     """
     total = np.zeros((x.shape[0], w.shape[0]))
-    sizes = [
-        np.where(v == 0, 0.0, np.maximum(2.0 ** np.floor(np.log2(np.abs(v) + (v == 0))), 2.0**-14)) for v in (x, w)
-    ]
+    sizes = [_aligned_as(v, LEAST_NORMAL_FP16) for v in (x, w)]
     for start in range(0, x.shape[1], 16):
         k = slice(start, start + 16)
-        terms = np.concatenate([x[:, None, k] * w[None, :, k], total[:, :, None]], axis=2)
-        aligned = np.concatenate([sizes[0][:, None, k] * sizes[1][None, :, k], np.abs(total)[:, :, None]], axis=2)
-        total = _cut(terms, aligned.max(axis=2, keepdims=True), 24).sum(axis=2).astype(np.float32).astype(np.float64)
+        terms, largest = _terms(x[:, k], w[:, k], sizes[0][:, k], sizes[1][:, k], total)
+        total = _cut(terms, largest, 24).sum(axis=2).astype(np.float32).astype(np.float64)
     return total
+
+
+def _aligned_as(values: np.ndarray, least_normal: float) -> np.ndarray:
+    """The power of two by which a matrix instruction aligns a factor; 0 for zeros."""
+    return np.where(
+        values == 0, 0.0, np.maximum(2.0 ** np.floor(np.log2(np.abs(values) + (values == 0))), least_normal)
+    )
+
+
+def _terms(
+    x: np.ndarray, w: np.ndarray, x_size: np.ndarray, w_size: np.ndarray, total: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Products of one step and the running sum, (M, N, k + 1), and the largest size among them, (M, N, 1)."""
+    terms = np.concatenate([x[:, None] * w[None], total[:, :, None]], axis=2)
+    sizes = np.concatenate([x_size[:, None] * w_size[None], np.abs(total)[:, :, None]], axis=2)
+    return terms, sizes.max(axis=2, keepdims=True)
 
 
 def _cut(values: np.ndarray, largest: np.ndarray, bits: int) -> np.ndarray:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import pickle
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -177,8 +179,41 @@ def test_unaligned_arrays_between_aligned_ones_are_right(odd: str, backend: str)
     moved = dict(given, **{odd: unaligned(given[odd])})
     moved[odd].copy_(given[odd])
     expected = streams.reference(**given)
+    door = functools.partial(backends.moe_gemm, backend=backend, config=SMALL)
     for one in (given, given, moved, given, moved):
-        streams.assert_right(backends.moe_gemm(**one, backend=backend, config=SMALL), expected)
+        if one is moved and backends.load(backend).FRAMEWORK == "jax":
+            with pytest.raises(ArgumentError, match=f"{odd}: got a tensor whose address is"):
+                door(**one)
+        else:
+            streams.assert_right(door(**one), expected)
+
+
+def test_addresses_that_xla_does_not_take_are_refused_by_name() -> None:
+    tensor = torch.zeros(64, dtype=torch.float16)
+    assert tensor.data_ptr() % 16 == 0
+    arrays.check_alignment("x", tensor, "jax-triton")
+    arrays.check_alignment("x", tensor[8:], "jax-triton")
+    with pytest.raises(ArgumentError, match=r"x: got a tensor whose address is 2 past a multiple of 16 bytes.*clone"):
+        arrays.check_alignment("x", tensor[1:], "jax-triton")
+
+
+@TRITON
+def test_a_thread_gets_the_context_before_its_first_launch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all kernels are kept from another thread's calls."""
+    from backends import torch_triton
+
+    bound: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        torch_triton, "_bind_context", lambda device: bound.append((threading.get_ident(), len(driver.launched)))
+    )
+    given = drawn()
+    call(given)
+    before = len(driver.launched)
+    thread = threading.Thread(target=call, args=(given,))
+    thread.start()
+    thread.join()
+    assert len(driver.launched) > before
+    assert (thread.ident, before) in bound
 
 
 @TRITON

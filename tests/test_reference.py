@@ -106,3 +106,22 @@ def test_float16_subnormals_are_not_normalised(row: dict[str, object]) -> None:
     y = np.float16(row["y"])  # type: ignore[arg-type]
     assert np.float16(accumulate_fp16(x, w)[0, 0] * weight) == y
     assert np.float16((x @ w.T)[0, 0] * weight) != y
+
+
+@pytest.mark.parametrize("row", MATRIX_UNIT["subnormal_fp8"]["rows"], ids=lambda row: row["regression"])
+def test_fp8_subnormals_are_not_normalised(row: dict[str, object]) -> None:
+    """The same of the FP8 unit, whose least normal number is 2**-6."""
+    from bench.fuzz import example, judge, values
+
+    found = example.load(Path(__file__).parent / "regressions" / f"{row['regression']}.json")
+    given = values.arrays(found)
+    assert given.topk_weight is not None
+    assert given.w_scale is not None
+    token, j, n = row["index"]  # type: ignore[misc]
+    expert = given.topk_ids[token, j]
+    codes, x_scale = judge._as_read(given.x[token : token + 1], found.program.problem)
+    w = given.w[expert, n].astype(np.float64)[None]
+    factor = float(x_scale[0]) * float(given.topk_weight[token, j]) * float(given.w_scale[expert, n])
+    y = np.float16(row["y"])  # type: ignore[arg-type]
+    assert np.float16(accumulate_fp8(codes, w)[0, 0] * factor) == y
+    assert np.float16((codes @ w.T)[0, 0] * factor) != y

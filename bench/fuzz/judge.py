@@ -5,7 +5,8 @@ reference. Overflow to infinity and subnormal results need no rules of their own
 
 - float32 accumulation: each of K products and of a few scalings may round once, relative to the sum of magnitudes
 - what Hopper's FP8 unit cuts off (fp8-w8a8, compiled)
-- what its float16 unit loses of subnormal factors, which it aligns as if they were the least normal number (compiled)
+- what its float16 and FP8 units lose of subnormal factors, which they align as if they were the least normal number
+  (compiled)
 - float32 subnormals, which may be flushed to zero on the way
 - bfloat16 activations in fp8-w8a16, which lose what lies 2**28 below their row's largest (`fp8.scale_token`)
 - reduction "atomic", which rounds each part of K and each addition to y's dtype
@@ -28,12 +29,19 @@ from bench.fuzz.values import Arrays
 from shared import fp8
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
-from shared.reference import dequantise, element_bound, error_bound, moe_gemm_reference, relative_error
+from shared.reference import (
+    LEAST_NORMAL_E4M3,
+    LEAST_NORMAL_FP16,
+    dequantise,
+    element_bound,
+    error_bound,
+    moe_gemm_reference,
+    relative_error,
+)
 
 UNIT = 2.0**-23
 """Relative error allowed for each step in float32: matrix instructions truncate where others round (2**-24)."""
 LEAST_NORMAL = 2.0**-126
-LEAST_NORMAL_FP16 = 2.0**-14
 FP8_BITS = 13
 """Below the largest of 32 products and the running sum, the FP8 unit keeps so many bits (reference.accumulate_fp8)."""
 FP8_STEP = 32
@@ -95,8 +103,9 @@ def _slack(
     factor = x_scale * weight
     magnitude = np.abs(codes) @ np.abs(scaled).T
     if problem.kernel_x_dtype == "float16" and not interpret:
-        nominal = _nominal(w) if w_scale is None else dequantise(_nominal(w), w_scale, problem)
-        magnitude = _nominal(codes) @ nominal.T
+        nominal = _nominal(w, LEAST_NORMAL_FP16)
+        nominal = nominal if w_scale is None else dequantise(nominal, w_scale, problem)
+        magnitude = _nominal(codes, LEAST_NORMAL_FP16) @ nominal.T
     parts = config.parts(problem.k)
     steps = problem.k + parts + 16
     slack = magnitude * (steps * UNIT)
@@ -104,7 +113,7 @@ def _slack(
         amax = np.maximum(np.abs(codes).max(axis=1, initial=0.0), 2.0**-86 / x_scale)
         slack += 2.0**-38 * amax[:, None] * np.abs(scaled).sum(axis=1)
     if problem.quantises_x and not interpret:
-        slack += _cut_off(codes, scaled, problem)
+        slack += _cut_off(codes, scaled, w, w_scale, problem)
     slack *= factor[:, None]
 
     # Factors in float32's order are unknown: the largest intermediate is the product of all that are above 1.
@@ -141,27 +150,35 @@ def _infinity_meets_subnormal(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return np.isinf(x.astype(np.float64)).astype(np.float64) @ subnormal.T > 0
 
 
-def _nominal(values: np.ndarray) -> np.ndarray:
-    """Magnitudes as the float16 unit aligns products by: those below the least normal number count as that number.
+def _nominal(values: np.ndarray, least_normal: float) -> np.ndarray:
+    """Magnitudes as matrix units align products by: those below the least normal number count as that number.
 
-    Seen on an H200: sums of subnormal factors are off by up to 2**-16 of their magnitudes; normal ones keep 2**-24.
+    Seen on an H200: float16 sums of subnormal factors are off by up to 2**-16 of their magnitudes, where normal ones
+    keep 2**-24; `reference.accumulate_fp16` and `accumulate_fp8` give such results bit for bit.
     """
-    return np.where(values == 0, 0.0, np.maximum(np.abs(values), LEAST_NORMAL_FP16))
+    return np.where(values == 0, 0.0, np.maximum(np.abs(values), least_normal))
 
 
-def _cut_off(codes: np.ndarray, w: np.ndarray, problem: Problem) -> np.ndarray:
+def _cut_off(
+    codes: np.ndarray, scaled: np.ndarray, w: np.ndarray, w_scale: np.ndarray | None, problem: Problem
+) -> np.ndarray:
     """What the FP8 unit may lose, (rows, N): for each 32 of K a unit, 2**-13 of the largest product or running sum.
 
     The running sum is cut in one direction, so its losses add; those of the products are independent.
     """
     steps = ceil_div(problem.k, FP8_STEP)
     padding = ((0, 0), (0, steps * FP8_STEP - problem.k))
-    a, b = (np.pad(m, padding).reshape(len(m), steps, FP8_STEP).swapaxes(0, 1) for m in (codes, w))
+    nominal = _nominal(w, LEAST_NORMAL_E4M3)
+    nominal = nominal if w_scale is None else dequantise(nominal, w_scale, problem)
+    a, b, a_size, b_size = (
+        np.pad(m, padding).reshape(len(m), steps, FP8_STEP).swapaxes(0, 1)
+        for m in (codes, scaled, _nominal(codes, LEAST_NORMAL_E4M3), nominal)
+    )
     sums = np.abs(np.cumsum(a @ b.swapaxes(1, 2), axis=0))  # (steps, rows, N)
     running = np.maximum.accumulate(sums, axis=0)
     if problem.scale_layout == "block":  # sums start anew at each block: the difference of two of these
         running *= 2
-    products = np.abs(a).max(axis=2)[:, :, None] * np.abs(b).max(axis=2)[:, None, :]
+    products = a_size.max(axis=2)[:, :, None] * b_size.max(axis=2)[:, None, :]
     unit = np.maximum(products, running) * 2.0**-FP8_BITS
     return unit.sum(axis=0) + FP8_DEVIATIONS * np.sqrt((unit**2).sum(axis=0) * (FP8_STEP / 3))
 
