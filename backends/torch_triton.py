@@ -215,6 +215,7 @@ def _again(work: Work, given: tuple[torch.Tensor | None, ...]) -> torch.Tensor |
     return y
 
 
+_dispatching: dict[tuple[object, ...], threading.Lock] = {}
 _bound = threading.local()
 
 
@@ -256,7 +257,9 @@ def _launch(kernel_name: str, grid: int, arguments: tuple[Any, ...], constants: 
 
     from backends import triton_kernel
 
-    with torch.cuda.device(arguments[0].device):
+    # Two threads that dispatch one variant at once would compile it twice, or launch what has not been loaded yet.
+    one_at_a_time = _dispatching.setdefault((kernel_name, *constants.items()), threading.Lock())
+    with torch.cuda.device(arguments[0].device), one_at_a_time:
         _bind_context(arguments[0].device)
         try:
             return getattr(triton_kernel, kernel_name)[(grid,)](*arguments, **constants)

@@ -30,6 +30,7 @@ class Kept:
 
     def __init__(self) -> None:
         self._launches: list[tuple[Any, ...]] = []
+        self._alive: list[CompiledKernel] = []
 
     def add(self, compiled: CompiledKernel, grid: int, buffers: Sequence[int], values: Sequence[Any]) -> None:
         """One more launch. compiled: as it has been launched once, so that its code is loaded.
@@ -37,6 +38,8 @@ class Kept:
         buffers: which of the addresses that `launch` gets it takes; values: its arguments behind them, constants too.
         """
         pick = operator.itemgetter(*buffers) if len(buffers) > 1 else lambda addresses: (addresses[buffers[0]],)
+        # Held on to: Triton unloads a kernel's code with its object, and its cache may have put another in its place.
+        self._alive.append(compiled)
         self._launches.append((compiled.run, grid, compiled.function, compiled.packed_metadata, pick, tuple(values)))
 
     def usable(self, addresses: Sequence[int]) -> bool:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +42,8 @@ class Driver:
     launched: list[tuple[str, int, int, tuple[Any, ...]]] = dataclasses.field(default_factory=list)
     dispatched: int = 0
     loaded: int = 0
+    unloaded: list[int] = dataclasses.field(default_factory=list)
+    load_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.utils = self
@@ -59,14 +63,16 @@ class Driver:
         return {"max_shared_mem": 232448}
 
     def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[int, ...]:
+        time.sleep(self.load_seconds)
         self.loaded += 1
-        return 1, self.loaded, 32, 0, 1024
+        return self.loaded, self.loaded, 32, 0, 1024
 
     def unload_module(self, module: int) -> None:
-        pass
+        self.unloaded.append(module)
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         def launch(x: int, y: int, z: int, stream: int, code: int, *rest: Any) -> None:
+            assert code not in (None, *self.unloaded), "launched without its code"
             self.launched.append((source.name, code, stream, rest[4:]))
 
         return launch
@@ -195,6 +201,46 @@ def test_addresses_that_xla_does_not_take_are_refused_by_name() -> None:
     arrays.check_alignment("x", tensor[8:], "jax-triton")
     with pytest.raises(ArgumentError, match=r"x: got a tensor whose address is 2 past a multiple of 16 bytes.*clone"):
         arrays.check_alignment("x", tensor[1:], "jax-triton")
+
+
+@TRITON
+def test_kept_kernels_stay_loaded(driver: Driver) -> None:
+    """Triton unloads a kernel's code when the kernel is collected, which is when its cache holds another."""
+    from triton.runtime.jit import JITFunction
+
+    from backends import triton_kernel
+
+    given = drawn()
+    call(given)
+    for kernel in vars(triton_kernel).values():
+        if isinstance(kernel, JITFunction):
+            kernel.device_caches.clear()
+    gc.collect()
+    call(given)
+    assert driver.dispatched == len(STEPS)
+    assert driver.unloaded == []
+
+
+@TRITON
+def test_threads_that_start_with_one_signature_load_each_kernel_once(driver: Driver) -> None:
+    """And none launches what another is still loading."""
+    driver.load_seconds = 0.05
+    given, problems = drawn(), []
+
+    def work() -> None:
+        try:
+            call(given)
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert driver.loaded == len(STEPS)
+    assert len(driver.launched) == 4 * len(STEPS)
 
 
 @TRITON
