@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -117,6 +118,11 @@ def predict(point: Point, parameters: Parameters | None = None) -> Prediction:
     return cache_model.predict(launch(point), Chip.of(gpu(GPU), point.dtype), parameters)
 
 
+def processes() -> ProcessPoolExecutor:
+    """One a core, not forked from this one: JAX may have threads here, which a fork would lose."""
+    return ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("forkserver"))
+
+
 def predict_all(points: Sequence[Point], parameters: Parameters, pool: ProcessPoolExecutor) -> list[Prediction]:
     return list(pool.map(predict, points, [parameters] * len(points), chunksize=1))
 
@@ -135,7 +141,7 @@ def fit(path: Path = COUNTERS, *, say: Callable[[str], None] = lambda line: None
     """
     points = [one for one in measured(path) if one.fits]
     known: dict[Parameters, tuple[float, float, float]] = {}
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    with processes() as pool:
 
         def errors(parameters: Parameters) -> tuple[float, float, float]:
             """Of DRAM bytes: root mean square and largest; root mean square of time."""

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from bench import results
@@ -52,7 +50,7 @@ def other_gpus(say: Callable[[str], None] = lambda line: None) -> dict[str, Any]
     """Bytes and times of row and column order for every GPU, weight width, model, batch and both tiles; gate-up."""
     asked = list(itertools.product(gpus(), WEIGHTS, MODELS, TOKENS, TILES))
     rows: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    with cache_fit.processes() as pool:
         for row in pool.map(predicted_row, *zip(*asked, strict=True), chunksize=4):
             rows.append(row)
             if len(rows) % 50 == 0:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ def judge(path: Path, parameters: Parameters | None = None) -> dict[str, Any]:
     """{"gpu", "parameters", "data", "points", "errors", "orders", "targets"} over all counted launches."""
     parameters = parameters or cache_model.fitted()
     found = cache_fit.measured(path)
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    with cache_fit.processes() as pool:
         predictions = cache_fit.predict_all([one.point for one in found], parameters, pool)
     points = [
         {

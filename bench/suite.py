@@ -298,6 +298,8 @@ class Suite:
         except pytest.exit.Exception:
             raise
         except Exception as error:
+            if "KeyboardInterrupt" in str(error):  # in a callback of JAX's, which makes an error of its own of it
+                raise KeyboardInterrupt from error
             status, reason = "failed", _reason(error)
             if isinstance(error, measure.WrongResult):
                 status, reason = "wrong", error.short
