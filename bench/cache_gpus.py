@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from bench import results
+from bench import cache_fit, results
 from bench.predict import CONVERTED
 from shared import cache_model, routing
 from shared.cache_launch import FP4, Chip, Launch

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.registry import BACKENDS
-from bench import picture, results, tables, targets
+from bench import disassembly, picture, results, tables, targets
 from bench.terminal import Table
 
 PICTURE = "floor-over-time.svg"
@@ -158,7 +158,8 @@ def steps_table(path: Path) -> Table:
     """What each step predicted and measured, from a file {"steps": [{STEP_FIELDS}]} beside the results it names.
 
     measured: text, or {"id", "field", "before", "after"}: that field of that row in two result files beside this one,
-    which is then told with its ratio. UnusableFile for other fields, and for files that are not there.
+    which is then told with its ratio; or {"file", "case", "dtype", "before", "after"}: the fastest of two variants in a
+    JSON-lines file of {"variant", "case", "dtype", "us"}. UnusableFile for other fields, and for missing files.
     """
     try:
         steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
@@ -182,6 +183,8 @@ def _step(path: Path, step: dict[str, Any]) -> list[str]:
 
 def _measured(path: Path, name: str, asked: dict[str, str]) -> str:
     """Such as "176.0 → 150.2 (0.853 times), kernel_us of mixtral-8x7b/..."."""
+    if "file" in asked:
+        return _of_variants(path, name, asked)
     values = []
     for file in (asked["before"], asked["after"]):
         rows = {row["id"]: row for row in results.load(path.parent / file)["rows"]}
@@ -191,6 +194,19 @@ def _measured(path: Path, name: str, asked: dict[str, str]) -> str:
         values.append(float(value))
     before, after = values
     return f"{before:.4g} → {after:.4g} ({after / before:.3f} times), {asked['field']} of {asked['id']}"
+
+
+def _of_variants(path: Path, name: str, asked: dict[str, str]) -> str:
+    text = (path.parent / asked["file"]).read_text(encoding="utf-8")
+    rows = [row for row in map(json.loads, text.splitlines()) if row["case"] == asked["case"]]
+    values = []
+    for variant in (asked["before"], asked["after"]):
+        found = [row["us"] for row in rows if (row["variant"], row["dtype"]) == (variant, asked["dtype"])]
+        if not found:
+            raise results.UnusableFile(f"{path}: {name}: {asked['file']} has no {variant} of {asked['case']}")
+        values.append(min(found))
+    before, after = values
+    return f"{before:.4g} → {after:.4g} µs ({after / before:.3f} times), {asked['case']} {asked['dtype']}"
 
 
 def environment(found: dict[str, Any]) -> str:
@@ -255,8 +271,16 @@ def _steps(folder: Path, merged: dict[str, Any]) -> str:
     return tables.markdown(steps_table(path)) if path.exists() else NOT_MEASURED
 
 
+def _disassembly(folder: Path, merged: dict[str, Any]) -> str:
+    path = folder.parent / disassembly.COMPILED.name  # of compilers, not of a GPU
+    if not path.exists():
+        return NOT_MEASURED
+    return tables.markdown(disassembly.table(json.loads(path.read_text(encoding="utf-8"))["rows"]))
+
+
 BLOCKS: dict[str, Callable[[Path, dict[str, Any]], str]] = {
     "targets-environment": _from_results(environment),
+    "disassembly": _disassembly,
     "targets-summary": lambda folder, merged: summary(_judged(folder)) if load(folder) else NOT_MEASURED,
     "targets": lambda folder, merged: tables.markdown(targets_table(_judged(folder))),
     "targets-cases": _from_results(cases_table),

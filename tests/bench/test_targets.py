@@ -362,3 +362,24 @@ def test_a_step_is_told_from_the_files_that_it_names(found: Found, tmp_path: Pat
         path.write_text(json.dumps({"steps": [step | wrong]}))
         with pytest.raises(results.UnusableFile, match=message):
             performance.steps_table(path)
+
+
+def test_what_is_read_off_compiled_kernels() -> None:
+    from backends.compiled import Compiled
+    from bench import disassembly
+
+    ptx = """
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1}, %rd1, %rd2;
+    mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f1}, {%r1}, {%r2}, {%f2};
+    cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r4], [%rd1, {%r5,%r5}], [%r1];
+    cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r5,%r5}], [%r1];
+    cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+    cvt.rn.f16x2.e4m3x2 %r1, %rs1;
+    """
+    read = disassembly.read(Compiled(ptx=ptx, sass=None, registers=40, spills=0, shared_bytes=2048))
+    assert list(read["instructions"].values()) == [2, 1, 1, 1]
+    assert read["shapes"] == {"m16n8k16": 1, "m64n8k16": 1}
+    row = {"case": "c", "dtype": "fp16", "backend": "b", "config": "16x64x64", **read}
+    headings, (line,) = disassembly.table([row])
+    assert len(headings) == len(line)
+    assert line[4:7] == ["40", "0", "2"]
