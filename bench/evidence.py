@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import article, launch_cost, matrix_unit, performance, tables, verdict
+from bench import article, checked, launch_cost, matrix_unit, performance, tables, verdict
 
 Found = dict[str, Any]
 NOT_MEASURED = "Not measured yet."
@@ -83,6 +83,7 @@ BLOCKS: dict[str, Callable[[Path, Found], str]] = {
     "article": _article,
     "one-sign": _one_sign,
     **performance.BLOCKS,
+    **checked.BLOCKS,
     "launch-cost": lambda folder, found: launch_cost.tables(launch_cost.read(folder / launch_cost.FILE)),
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from backends.registry import BACKENDS
 from bench import article, counters, locality, verdict
 from bench.cache_points import article_points, groups, other_points
 from bench.cases import _TINY, Case
@@ -282,3 +283,32 @@ def test_article_table_reads_counters() -> None:
     assert first[3].startswith("not confirmed")
     loads = next(line for line in lines if line[0].startswith("global loads"))
     assert loads[1:3] == ["-98%", "+0%"]
+
+
+def test_what_sanitizers_and_fuzzing_found_is_told() -> None:
+    from bench import checked
+
+    results = [
+        {"tool": "memcheck", "backend": "torch-triton", "status": "clean"},
+        {"tool": "memcheck", "backend": "torch-triton", "status": "errors"},
+        {"tool": "racecheck", "backend": "pallas-mosaic", "status": "clean"},
+    ]
+    report = {
+        "compute_sanitizer": "Version 2025.3.1.0 (build 1)", "gpu": "NVIDIA H200", "date": "2026-11-29T00:00:00Z",
+        "seconds": 12.4, "complete": False, "results": results,
+        "plants": [
+            {"tool": "memcheck", "what": "an overrun", "caught": "yes"},
+            {"tool": "racecheck", "what": "a race", "caught": None},
+        ],
+    }  # fmt: skip
+    text = checked.sanitizer_text(report)
+    assert "3 launches in 12 s; the run was stopped before its end" in text
+    assert "| memcheck | 1 clean, 1 errors | – | – | – | an overrun |" in text
+    assert "| racecheck | – | – | – | 1 clean |  |" in text
+    run = {
+        "date": "20261129T214003", "seed": 3, "seconds": 172.4, "examples": dict.fromkeys(BACKENDS, 2000),
+        "failures": [{"example": "pallas-mosaic fp16 T=1", "text": "wrong: 1 of 9"}],
+    }  # fmt: skip
+    text = checked.fuzz_text([run])
+    assert "| 20261129 | 3 | 2000 (0 failed) | 2000 (0 failed) | 2000 (0 failed) | 2000 (1 failed) | 172 |" in text
+    assert "- seed 3: pallas-mosaic fp16 T=1: wrong: 1 of 9" in text
