@@ -63,7 +63,8 @@ def moe_gemm(
     w_scale     float32, FP8 only: (E, N) per channel or (E, ceil(N/128), ceil(K/128)) per block
     topk_weight (T, top_k) float32, multiplies the rows of y
     mode        None: the dtype of w says it, and FP8 means w8a16. "w8a8" quantises x per token on the fly.
-    order       in which order thread blocks walk the output tiles: row, column, grouped, popular
+    order       in which order thread blocks walk the output tiles: row, column, grouped, popular. Tiles are tuned in
+                column order, pallas-mosaic's in row order, in which it is the faster where many experts are active
     config      tile shape; None takes the best known one, which `choose_config` shows
     backend     torch-triton, jax-triton, pallas-triton, pallas-mosaic
     popularity  (E,) int32, for order "popular" alone: experts are walked by falling popularity, such as their slots in

@@ -17,10 +17,12 @@ REDUCTIONS = ("two-pass", "atomic", "atomic-fp32")
 class Config(Key):
     """Tile shape and launch parameters of one GEMM launch. All backends take the same object.
 
-    block_m:    rows (slots) of an output tile; an expert's slots are padded to a multiple of it
+    block_m:    rows (slots) of an output tile, a multiple of 16 (the Triton backends take powers of two alone); an
+                expert's slots are padded to a multiple of it
     block_n:    columns (output channels) of an output tile
     block_k:    depth of one step of the stream over K
-    num_warps:  warps of 32 threads in a thread block; four make one Hopper warp-group
+    num_warps:  warps of 32 threads in a thread block; four make one Hopper warp-group. pallas-mosaic: warps that
+                multiply, beside one warp-group that fetches
     num_stages: depth of the software pipeline that loads x and w ahead of the matrix instruction
     group_m:    tile rows walked together by order "grouped"; the other orders do not read it
     swap_ab:    weights are the matrix instruction's left operand, so that its 64-row side is filled by output
