@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant("mosaic: stage refilled before it is read", MOSAIC, "plgpu.barrier_wait(freed.at[stage])\n\n                def", "def", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: warp-groups take each other's channels", MOSAIC, "mine = pl.ds(group * group_n, group_n)", "mine = pl.ds((config.num_warps // 4 - 1 - group) * group_n, group_n)", ("tests/test_mosaic.py", "-k", "tall_tiles_of and fp16")),
     Mutant("mosaic: every chunk of y at the first's place", MOSAIC, "pl.ds(tile.row * height + first, rows)", "pl.ds(tile.row * height, rows)", ("tests/test_mosaic.py", "-k", "tall_tiles_of and fp16")),
-    Mutant("mosaic: dropped channel scale", MOSAIC, "if w_scale_gmem is not None and not block_scaled:", "if False:", gemm("pallas-mosaic", "ragged and w8a16-channel and row")),
+    Mutant("mosaic: dropped channel scale", MOSAIC, "if w_scale_gmem is not None and not block_scaled:", "if False:", gemm("pallas-mosaic", "ragged and w8a16-channel")),
     Mutant("mosaic: block scale row wrong", MOSAIC, "lax.div(n, SCALE_BLOCK)", "lax.div(n, 2 * SCALE_BLOCK)", gemm("pallas-mosaic", "scale-blocks and w8a8-block")),
     Mutant("mosaic: dropped row scale", MOSAIC, "if row_scale_gmem is not None:", "if False:", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: every part reads the first", MOSAIC, "return tile.part * steps_per_part if", "return tile.part * 0 if", ("tests/test_mosaic.py", "-k", "split_k and ragged")),

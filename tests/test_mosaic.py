@@ -163,7 +163,7 @@ def test_eight_tokens_are_eight_columns() -> None:
     ("dtype", "config", "blocks"),
     [
         ("fp16", Config(block_m=16, block_n=64, num_stages=2), 4),
-        ("fp16", Config(block_m=64, block_k=64, num_stages=4), 2),
+        pytest.param("fp16", Config(block_m=64, block_k=64, num_stages=4), 2, marks=pytest.mark.slow),
         ("fp8-w8a16", Config(block_m=16, num_stages=5), 2),
     ],
 )
