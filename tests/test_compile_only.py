@@ -58,11 +58,19 @@ def compiled(backend: str, problem: Problem, order: str, config: Config) -> Comp
     return backends.load(backend).compile_only(problem, order, config)
 
 
+_HALF_A_MINUTE = (("pallas-triton", "fp8-w8a16-block"), ("pallas-triton", "fp8-w8a8-channel"))
+"""Compiled only when asked for: the other two FP8 variants have their instructions and their scales between them."""
+
+
 def in_turn() -> list[object]:
     return [
         pytest.param(
-            backend, variant, ORDERS[(i + j) % len(ORDERS)], id=f"{backend}-{variant}-{ORDERS[(i + j) % len(ORDERS)]}"
-        )
+            backend,
+            variant,
+            ORDERS[(i + j) % len(ORDERS)],
+            id=f"{backend}-{variant}-{ORDERS[(i + j) % len(ORDERS)]}",
+            marks=(pytest.mark.slow,) if (backend, variant) in _HALF_A_MINUTE else (),
+        )  # fmt: skip
         for i, backend in enumerate(backends.BACKENDS)
         for j, variant in enumerate(VARIANTS)
         # XLA takes ten times as long as Triton; for it, bf16 differs from fp16 in the name of the instruction only.

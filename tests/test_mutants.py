@@ -16,7 +16,7 @@ def test_applies(mutant: mutants.Mutant) -> None:
 
 
 @NUMERICS
-@pytest.mark.parametrize("name", ["skipped tile", "dropped channel scale"])
+@pytest.mark.parametrize("name", ["skipped tile", pytest.param("dropped channel scale", marks=pytest.mark.slow)])
 def test_caught(name: str) -> None:
     (mutant,) = (mutant for mutant in mutants.MUTANTS if mutant.name == name)
     assert mutants.green_without_fault([mutant.tests]) == []
