@@ -70,7 +70,7 @@ def in_turn() -> list[object]:
             ORDERS[(i + j) % len(ORDERS)],
             id=f"{backend}-{variant}-{ORDERS[(i + j) % len(ORDERS)]}",
             marks=(pytest.mark.slow,) if (backend, variant) in _HALF_A_MINUTE else (),
-        )  # fmt: skip
+        )
         for i, backend in enumerate(backends.BACKENDS)
         for j, variant in enumerate(VARIANTS)
         # XLA takes ten times as long as Triton; for it, bf16 differs from fp16 in the name of the instruction only.
