@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant("pallas: dropped channel scale", PALLAS, 'if problem.scale_layout == "channel" and not sums_only:', "if False:", gemm("pallas-triton", "ragged and w8a16-channel and row")),
     Mutant("pallas: block scale wrong", PALLAS, "lax.div(k, SCALE_BLOCK)", "lax.div(k, 2 * SCALE_BLOCK)", gemm("pallas-triton", "scale-blocks and w8a8-block")),
     Mutant("pallas: -1 rows not written", PALLAS, "@pl.when(expert < 0)", "@pl.when(expert < -1)", gemm("pallas-triton", "some-minus-one and fp16 or some-minus-one and bf16")),
-    Mutant("pallas: FP8 promoted to float16", "backends/pallas_triton_ops.py", "max_num_imprecise_acc=IMPRECISE_ACCUMULATIONS", "max_num_imprecise_acc=0", compiled("pallas-triton", "test_compiles and w8a8-channel")),
+    Mutant("pallas: FP8 promoted to float16", "backends/pallas_triton_ops.py", "max_num_imprecise_acc=IMPRECISE_ACCUMULATIONS", "max_num_imprecise_acc=0", compiled("pallas-triton", "test_compiles and w8a8-block")),
     Mutant("pallas split: first step dropped", PALLAS, "first_step = part * config.k_steps_per_split(k_size)", "first_step = part * config.k_steps_per_split(k_size) + 1", split("pallas-triton", "two-pass")),
     Mutant("pallas split: added without a mask", PALLAS, "atomic_add(target, y.astype(ref[\"y\"].dtype), valid)", "atomic_add(target, y.astype(ref[\"y\"].dtype), valid | ~valid)", split("pallas-triton", "atomic")),
     Mutant("pallas split: not cleared", PALLAS, "before = zeros(output, before, interpret)", "before = zeros(output, before, interpret) + 1", split("pallas-triton", "again")),
