@@ -10,9 +10,8 @@ from typing import Any
 from backends.registry import BACKENDS
 from bench import tables
 from bench.sanitize.matrix import TOOLS
+from bench.tables import NOT_MEASURED
 from bench.terminal import Table
-
-NOT_MEASURED = "Not measured yet."
 
 
 def sanitizer_table(report: dict[str, Any]) -> Table:

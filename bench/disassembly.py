@@ -14,17 +14,15 @@ from typing import Any
 import backends
 from backends.compiled import Compiled
 from bench import results
+from bench.cases import DEFAULT_DTYPES, TARGET_ORDERS
 from bench.terminal import Table
 from shared.models import model
 
 COMPILED = results.RESULTS / "disassembly.json"
 GPU = "NVIDIA H200"
 CASES = (("mixtral-8x7b", "gate-up", 8), ("mixtral-8x7b", "gate-up", 512))
-DTYPES = ("fp16", "fp8-w8a16", "fp8-w8a8")
 BACKENDS = ("torch-triton", "pallas-triton", "pallas-mosaic")
 """jax-triton launches torch-triton's kernel."""
-ORDER = {"pallas-mosaic": "row"}
-"""The order in which a backend is tuned; the others: column."""
 KINDS = {
     "matrix instructions": r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.(m\d+n\d+k\d+)",
     "bulk copies (TMA)": r"\bcp\.async\.bulk\.tensor\.\dd\.shared",
@@ -38,11 +36,11 @@ def rows() -> list[dict[str, Any]]:
     found = []
     for name, gemm, tokens in CASES:
         layer = model(name)
-        for dtype in DTYPES:
+        for dtype in DEFAULT_DTYPES:
             problem = layer.problem(gemm, tokens, dtype)
             for backend in BACKENDS:
                 config = backends.config_for(problem, backend=backend, gpu=GPU)
-                code = backends.load(backend).compile_only(problem, ORDER.get(backend, "column"), config)
+                code = backends.load(backend).compile_only(problem, TARGET_ORDERS.get(backend, "column"), config)
                 facts = {"case": layer.case(gemm, tokens), "dtype": dtype, "backend": backend, "config": str(config)}
                 found.append({**facts, **read(code)})
     return found

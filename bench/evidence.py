@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import article, checked, launch_cost, matrix_unit, performance, tables, verdict
+from bench.tables import NOT_MEASURED
 
 Found = dict[str, Any]
-NOT_MEASURED = "Not measured yet."
 
 
 def _cells_table(make: Callable[[list[Any]], tuple[list[str], list[list[str]]]]) -> Callable[[Path, Found], str]:

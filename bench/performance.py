@@ -10,12 +10,12 @@ from typing import Any
 
 from backends.registry import BACKENDS
 from bench import disassembly, picture, results, tables, targets
+from bench.tables import NOT_MEASURED
 from bench.terminal import Table
 
 PICTURE = "floor-over-time.svg"
 STEPS = "steps-taken.json"
 STEP_FIELDS = ("step", "predicted", "measured", "source file", "verdict")
-NOT_MEASURED = "Not measured yet."
 _LOWEST = 0.5
 """Floor over time at the dark end of the picture's scale."""
 

@@ -15,6 +15,9 @@ Table = tuple[list[str], list[list[str]]]
 TWO_BYTES = ("fp16", "bf16")
 DECODE_TOKENS = 64
 
+NOT_MEASURED = "Not measured yet."
+"""A generated block that there are no results for."""
+
 
 def merged(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Compact results of several runs as one; where an id was measured again, the later run counts.
