@@ -34,7 +34,7 @@ from backends.compiled import Compiled
 from backends.jax_plan import plan, prepare_tokens
 from backends.pallas_triton_ops import atomic_add, dot_fp8, needs_wide_load, wide_load
 from backends.pallas_triton_rows import reduce_parts, zeros
-from backends.triton_launch import no_power_of_two
+from backends.triton_launch import no_two_blocks, tail_rows
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
 
@@ -89,19 +89,17 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
         part, tile = (0, pid) if parts == 1 else (lax.div(pid, tiles), lax.rem(pid, tiles))
         row, col = locate_tile(tile, tile_rows, tile_cols, order, config.group_m, ref.get("tile_span"))
 
-        # Gather rows
-        slot = ref["sorted_slot"][pl.ds(row * block_m, block_m)]
-        row_valid = slot < slots
-        token = lax.div(slot, problem.top_k)
+        # Whose rows these are: those of a power of two and, of a tall tile, its tail
+        tail = tail_rows(block_m)
+        head = block_m - tail
+        slots_of = [ref["sorted_slot"][pl.ds(row * block_m, head)]]
+        if tail:
+            slots_of.append(ref["sorted_slot"][pl.ds(row * block_m + head, tail)])
         expert = ref["tile_expert"][row]
         n = col * block_n + lax.iota(jnp.int32, block_n)
-        k_of_step = lax.iota(jnp.int32, block_k)
-        # Past the last channel, channel N - 1 is read again instead of masking: its products are never stored, and
-        # unmasked loads stay 16 bytes wide.
-        n_read = n if n_size % block_n == 0 else jnp.minimum(n, n_size - 1)
 
-        def store(y: jax.Array) -> None:
-            valid = row_valid[:, None] & (n < n_size)[None, :]
+        def store(slot: jax.Array, y: jax.Array) -> None:
+            valid = (slot < slots)[:, None] & (n < n_size)[None, :]
             elements = (slot[:, None], n[None, :])
             target = ref["y"].at[part if how == "two-pass" else 0, *elements] if sums_only else ref["y"].at[elements]
             if how in ("atomic", "atomic-fp32"):
@@ -109,52 +107,88 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
             else:
                 plt.store(target, y.astype(ref["y"].dtype), mask=valid)
 
-        if how == "none":  # else these rows are zeros already, or written by the kernel that adds parts up
+        def gemm_tile(slots_of: list[jax.Array]) -> None:
+            """The rows of all these slots, which share each step's weights."""
+            # Gather rows
+            row_valid = [slot < slots for slot in slots_of]
+            token = [lax.div(slot, problem.top_k) for slot in slots_of]
+            k_of_step = lax.iota(jnp.int32, block_k)
+            # Past the last channel, channel N - 1 is read again instead of masking: its products are never stored, and
+            # unmasked loads stay 16 bytes wide.
+            n_read = n if n_size % block_n == 0 else jnp.minimum(n, n_size - 1)
+            # Scales are read before the stream, which hides the wait for them.
+            w_scale = row_scale = None
+            if problem.scale_layout == "channel" and not sums_only:
+                w_scale = ref["w_scale"][expert, n_read]
+            if (problem.scales_x or problem.routing_weight) and not sums_only:
+                row_scale = [_row_scale(ref, *of, problem) for of in zip(slots_of, token, row_valid, strict=True)]
 
-            @pl.when(expert < 0)
-            def _zero() -> None:
-                store(jnp.zeros((block_m, block_n), jnp.float32))
-
-        @pl.when(expert >= 0)
-        def _gemm() -> None:
             # Stream K
-            def step(index: jax.Array, acc: jax.Array) -> jax.Array:
+            def step(index: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 k = index * block_k + k_of_step
-                x_valid, w_valid = row_valid[:, None], None
+                k_valid = None
                 if k_size % block_k:  # both tails are masked: 0 * NaN is NaN
-                    w_valid = (k < k_size)[None, :]
-                    x_valid = x_valid & w_valid
-                x = _load(ref["x"], (token[:, None], k[None, :]), (block_m, block_k), x_valid)
-                w = _load(ref["w"], (expert, n_read[:, None], k[None, :]), (block_n, block_k), w_valid)
+                    k_valid = (k < k_size)[None, :]
+                w = _load(ref["w"], (expert, n_read[:, None], k[None, :]), (block_n, block_k), k_valid)
                 if problem.is_fp8 and not problem.quantises_x:
                     w = w.astype(jnp.float16)  # x is float16 then: the one 16-bit type that hardware widens e4m3 to
-                left, right = (w, x) if config.swap_ab else (x, w)
-                if problem.scale_layout != "block":
-                    return _dot(left, right, acc)
-                block_scale = _block_scale(ref["w_scale"], expert, col * block_n, index * block_k, config)
-                return acc + _dot(left, right, jnp.zeros_like(acc)) * block_scale
+                block_scale = None
+                if problem.scale_layout == "block":
+                    block_scale = _block_scale(ref["w_scale"], expert, col * block_n, index * block_k, config)
+                sums = []
+                for acc, of, valid in zip(accs, token, row_valid, strict=True):
+                    x_valid = valid[:, None] if k_valid is None else valid[:, None] & k_valid
+                    x = _load(ref["x"], (of[:, None], k[None, :]), (of.size, block_k), x_valid)
+                    left, right = (w, x) if config.swap_ab else (x, w)
+                    if block_scale is None:
+                        sums.append(_dot(left, right, acc))
+                    else:
+                        sums.append(acc + _dot(left, right, jnp.zeros_like(acc)) * block_scale)
+                return tuple(sums)
 
-            acc_shape = (block_n, block_m) if config.swap_ab else (block_m, block_n)
             steps = ceil_div(k_size, block_k)
             first_step: Any = 0
             end_step: Any = steps
             if parts > 1:
                 first_step = part * config.k_steps_per_split(k_size)
                 end_step = jnp.minimum(first_step + config.k_steps_per_split(k_size), steps)
-            acc = lax.fori_loop(first_step, end_step, step, jnp.zeros(acc_shape, jnp.float32))
+            shapes = [(block_n, slot.size) if config.swap_ab else (slot.size, block_n) for slot in slots_of]
+            zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+            accs = lax.fori_loop(first_step, end_step, step, zeros)
 
-            # Scale
-            if problem.scale_layout == "channel" and not sums_only:
-                acc = acc * _of_channels(ref["w_scale"][expert, n_read], config)
-            if problem.scales_x and not sums_only:
-                x_scale = plt.load(ref["x_scale"].at[token], mask=row_valid, other=0.0)
-                acc = acc * _of_rows(x_scale, config)
-            if problem.routing_weight and not sums_only:
-                weight = plt.load(ref["topk_weight"].at[slot], mask=row_valid, other=0.0)
-                acc = acc * _of_rows(weight, config)
+            for i, (slot, acc) in enumerate(zip(slots_of, accs, strict=True)):
+                # Scale
+                if w_scale is not None:
+                    acc = acc * _of_channels(w_scale, config)
+                if row_scale is not None:
+                    acc = acc * _of_rows(row_scale[i], config)
 
-            # Store
-            store(acc.T if config.swap_ab else acc)
+                # Store
+                store(slot, acc.T if config.swap_ab else acc)
+
+        if how == "none":  # else these rows are zeros already, or written by the kernel that adds parts up
+
+            @pl.when(expert < 0)
+            def _zero() -> None:
+                for slot in slots_of:
+                    store(slot, jnp.zeros((slot.size, block_n), jnp.float32))
+
+        if not tail:
+            pl.when(expert >= 0)(lambda: gemm_tile(slots_of))
+        else:
+            first_of_tail = ref["sorted_slot"][row * block_m + head]
+            pl.when((expert >= 0) & (first_of_tail < slots))(lambda: gemm_tile(slots_of))
+            pl.when((expert >= 0) & (first_of_tail >= slots))(lambda: gemm_tile(slots_of[:1]))
+
+
+def _row_scale(ref: dict[str, Any], slot: jax.Array, token: jax.Array, valid: jax.Array, problem: Problem) -> jax.Array:
+    """What multiplies the rows of y of these slots: activation scale times routing weight."""
+    scale = jnp.ones(slot.shape, jnp.float32)
+    if problem.scales_x:
+        scale = plt.load(ref["x_scale"].at[token], mask=valid, other=0.0)
+    if problem.routing_weight:
+        scale = scale * plt.load(ref["topk_weight"].at[slot], mask=valid, other=0.0)
+    return scale
 
 
 def _dot(left: jax.Array, right: jax.Array, acc: jax.Array) -> jax.Array:
@@ -358,7 +392,7 @@ def unavailable(*, interpret: bool) -> str | None:
 
 def unsupported(problem: Problem, config: Config) -> str | None:
     """Why the kernel cannot honour this combination; None if it can."""
-    if (reason := no_power_of_two(config)) is not None:
+    if (reason := no_two_blocks(config)) is not None:
         return reason
     if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
         return (

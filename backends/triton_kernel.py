@@ -64,6 +64,156 @@ def locate_tile(pid, tile_rows, tile_cols, tile_span_ptr, ORDER: tl.constexpr, G
     return row, col
 
 
+@triton.jit
+def zeros(ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SWAP_AB: tl.constexpr):
+    """An accumulator: (ROWS, BLOCK_N), with SWAP_AB (BLOCK_N, ROWS)."""
+    if SWAP_AB:
+        acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    else:
+        acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    return acc
+
+
+@triton.jit
+def gather_rows(x_ptr, slot, k, x_stride: tl.constexpr, TOP_K: tl.constexpr):
+    """Pointers to the values k (BLOCK_K,) of the tokens of slot (rows,): (rows, BLOCK_K)."""
+    token = slot // TOP_K
+    return x_ptr + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+
+
+@triton.jit
+def load_row_scale(
+    slot, row_valid, x_scale_ptr, topk_weight_ptr,
+    TOP_K: tl.constexpr, SCALED_X: tl.constexpr, ROUTING_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """What multiplies the rows of slot (rows,) of y: activation scale times routing weight."""
+    scale = tl.full(slot.shape, 1.0, tl.float32)
+    if SCALED_X:
+        token = slot // TOP_K
+        scale = tl.load(x_scale_ptr + token, mask=row_valid, other=0.0)
+    if ROUTING_WEIGHT:
+        scale *= tl.load(topk_weight_ptr + slot, mask=row_valid, other=0.0)
+    return scale
+
+
+@triton.jit
+def load_x(x_ptrs, row_valid, k_valid, MASK_K: tl.constexpr):
+    """Rows of x, one step of K: zeros where a row is padding and, with MASK_K, past K."""
+    if MASK_K:
+        x = tl.load(x_ptrs, mask=row_valid[:, None] & k_valid[None, :], other=0.0)
+    else:
+        x = tl.load(x_ptrs, mask=row_valid[:, None], other=0.0)
+    return x
+
+
+@triton.jit
+def multiply(acc, x, w, block_scale, SCALES: tl.constexpr, SWAP_AB: tl.constexpr):
+    """acc + x @ w.T in float32; acc (rows, BLOCK_N), with SWAP_AB (BLOCK_N, rows)."""
+    if SCALES == "block":  # partial sums are scaled in float32
+        if SWAP_AB:
+            acc += tl.dot(w, x.T) * block_scale[:, None]
+        else:
+            acc += tl.dot(x, w.T) * block_scale[None, :]
+    else:
+        acc = tl.dot(w, x.T, acc) if SWAP_AB else tl.dot(x, w.T, acc)
+    return acc
+
+
+@triton.jit
+def scale(acc, w_scale, row_scale, CHANNEL_SCALES: tl.constexpr, ROW_SCALES: tl.constexpr, SWAP_AB: tl.constexpr):
+    """acc times the scales of its channels, w_scale (BLOCK_N,), and of its rows, row_scale (rows,)."""
+    if CHANNEL_SCALES:
+        acc *= w_scale[:, None] if SWAP_AB else w_scale[None, :]
+    if ROW_SCALES:
+        acc *= row_scale[None, :] if SWAP_AB else row_scale[:, None]
+    return acc
+
+
+@triton.jit
+def store(y_ptr, y, slot, slots, n, N: tl.constexpr, REDUCTION: tl.constexpr):
+    """y (rows, BLOCK_N) to the rows of y_ptr that slot names, channels n; padding, and channels past N, to nowhere."""
+    y_ptrs = y_ptr + slot.to(tl.int64)[:, None] * N + n[None, :]
+    valid = (slot < slots)[:, None] & (n < N)[None, :]
+    if REDUCTION == "atomic" or REDUCTION == "atomic-fp32":
+        tl.atomic_add(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=valid, sem="relaxed")
+    else:
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def gemm_tile(
+    slot, tail_slot, expert, n, first_step, end_step,
+    x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, topk_weight_ptr, y_ptr, slots,
+    x_stride: tl.constexpr, w_stride_e: tl.constexpr, w_stride_n: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    TOP_K: tl.constexpr, SCALES: tl.constexpr, QUANTISED_X: tl.constexpr, SCALED_X: tl.constexpr,
+    ROUTING_WEIGHT: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr, REDUCTION: tl.constexpr,
+):  # fmt: skip
+    """The tile of the rows slot (ROWS,), and with TAIL also tail_slot (TAIL,), and the channels n (BLOCK_N,): its K
+    steps from first_step to end_step."""
+    # Gather rows. Offsets of rows and experts are 64-bit: T * top_k * N and E * N * K pass 2**31.
+    k = first_step * BLOCK_K + tl.arange(0, BLOCK_K)
+    row_valid = slot < slots
+    x_ptrs = gather_rows(x_ptr, slot, k, x_stride, TOP_K)
+    if TAIL > 0:
+        tail_valid = tail_slot < slots
+        tail_ptrs = gather_rows(x_ptr, tail_slot, k, x_stride, TOP_K)
+    # Past the last channel, channel N - 1 is read again instead of masking: its products are never stored, and
+    # unmasked loads stay 16 bytes wide.
+    n_read = tl.minimum(n, N - 1)
+    w_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + n_read.to(tl.int64)[:, None] * w_stride_n + k[None, :]
+    # Scales are read before the stream, which hides the wait for them.
+    SUMS_ONLY: tl.constexpr = REDUCTION == "two-pass" or REDUCTION == "atomic-fp32"  # scaled once they are added
+    CHANNEL_SCALES: tl.constexpr = SCALES == "channel" and not SUMS_ONLY
+    ROW_SCALES: tl.constexpr = (SCALED_X or ROUTING_WEIGHT) and not SUMS_ONLY
+    w_scale, row_scale, tail_scale = 1.0, 1.0, 1.0
+    if CHANNEL_SCALES:
+        w_scale = tl.load(w_scale_ptr + expert.to(tl.int64) * N + n_read)
+    if ROW_SCALES:
+        row_scale = load_row_scale(slot, row_valid, x_scale_ptr, topk_weight_ptr, TOP_K, SCALED_X, ROUTING_WEIGHT)
+        if TAIL > 0:
+            tail_scale = load_row_scale(
+                tail_slot, tail_valid, x_scale_ptr, topk_weight_ptr, TOP_K, SCALED_X, ROUTING_WEIGHT
+            )
+
+    # Stream K
+    acc = zeros(ROWS, BLOCK_N, SWAP_AB)
+    if TAIL > 0:
+        tail_acc = zeros(TAIL, BLOCK_N, SWAP_AB)
+    MASK_K: tl.constexpr = K % BLOCK_K != 0
+    scale_cols: tl.constexpr = (K + 127) // 128
+    block_scale_ptrs = w_scale_ptr + (expert.to(tl.int64) * ((N + 127) // 128) + n_read // 128) * scale_cols
+    for step in range(first_step, end_step):
+        k_valid = tl.arange(0, BLOCK_K) < K - step * BLOCK_K
+        x = load_x(x_ptrs, row_valid, k_valid, MASK_K)
+        if MASK_K:  # of w, too: 0 * NaN is NaN
+            w = tl.load(w_ptrs, mask=k_valid[None, :], other=0.0)
+        else:
+            w = tl.load(w_ptrs)
+        if SCALES != "none" and not QUANTISED_X:
+            w = w.to(tl.float16)  # x is float16 then: the one 16-bit type that hardware widens e4m3 to
+        block_scale = 1.0
+        if SCALES == "block":  # BLOCK_K divides 128, so one step lies in one column of scale blocks
+            block_scale = tl.load(block_scale_ptrs + step * BLOCK_K // 128)
+        acc = multiply(acc, x, w, block_scale, SCALES, SWAP_AB)
+        if TAIL > 0:
+            x_tail = load_x(tail_ptrs, tail_valid, k_valid, MASK_K)
+            tail_acc = multiply(tail_acc, x_tail, w, block_scale, SCALES, SWAP_AB)
+            tail_ptrs += BLOCK_K
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+
+    # Scale
+    acc = scale(acc, w_scale, row_scale, CHANNEL_SCALES, ROW_SCALES, SWAP_AB)
+    if TAIL > 0:
+        tail_acc = scale(tail_acc, w_scale, tail_scale, CHANNEL_SCALES, ROW_SCALES, SWAP_AB)
+
+    # Store
+    store(y_ptr, acc.T if SWAP_AB else acc, slot, slots, n, N, REDUCTION)
+    if TAIL > 0:
+        store(y_ptr, tail_acc.T if SWAP_AB else tail_acc, tail_slot, slots, n, N, REDUCTION)
+
+
 @triton.jit(do_not_specialize=["slots"])
 def moe_gemm_kernel(
     x_ptr,  # (T, K), rows x_stride apart
@@ -90,6 +240,7 @@ def moe_gemm_kernel(
     ORDER: tl.constexpr,
     PUBLISHED_GRID_M: tl.constexpr,  # only for ORDER "published-2024"
     BLOCK_M: tl.constexpr,
+    TAIL: tl.constexpr,  # rows of a tile past its largest power of two, a power of two themselves, or 0
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -101,11 +252,15 @@ def moe_gemm_kernel(
     pid = tl.program_id(0)
     tile_cols: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile_rows = tl.load(tile_rows_ptr)
+    part = 0
     if ORDER == "published-2024":
         tl.static_assert(PARTS == 1)
         row, col = locate_tile(pid, PUBLISHED_GRID_M, tile_cols, tile_span_ptr, ORDER, GROUP_M)
         if (row >= tile_rows) | (col >= tile_cols):
             return
+    elif ORDER == "row" and PARTS == 1:
+        # Where a tile is does not depend on tile_rows here: its slots and expert are asked for before that is known.
+        row, col = locate_tile(pid, tile_rows, tile_cols, tile_span_ptr, ORDER, GROUP_M)
     else:
         tiles = tile_rows * tile_cols
         if pid >= tiles * PARTS:
@@ -118,37 +273,30 @@ def moe_gemm_kernel(
             pid = pid % tiles
         row, col = locate_tile(pid, tile_rows, tile_cols, tile_span_ptr, ORDER, GROUP_M)
 
-    # Gather rows. Offsets of rows and experts are 64-bit: T * top_k * N and E * N * K pass 2**31.
-    slot = tl.load(sorted_slot_ptr + row * BLOCK_M + tl.arange(0, BLOCK_M))
-    row_valid = slot < slots
-    token = slot // TOP_K
+    # Whose rows these are: loads that wait for nothing more come together.
+    ROWS: tl.constexpr = BLOCK_M - TAIL
     expert = tl.load(tile_expert_ptr + row)
+    slot = tl.load(sorted_slot_ptr + row * BLOCK_M + tl.arange(0, ROWS))
+    tail_slot = slot
+    tall = False
+    if TAIL > 0:
+        tail_slot = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + tl.arange(0, TAIL))
+        tall = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots
+    if ORDER == "row" and PARTS == 1:
+        if row >= tile_rows:
+            return
     n = col * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_valid = n < N
-    y_rows = y_ptr + slot.to(tl.int64) * N
     if REDUCTION == "two-pass":
-        y_rows += part.to(tl.int64) * slots * N
+        y_ptr += part.to(tl.int64) * slots * N
     if REDUCTION != "none":
         if expert < 0:  # `moe_gemm_kernel_reduce` writes these rows; with "atomic" they are zeros already
             return
     elif expert < 0:
-        y_zero = tl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty)
-        tl.store(y_rows[:, None] + n[None, :], y_zero, mask=row_valid[:, None] & n_valid[None, :])
+        store(y_ptr, tl.zeros((ROWS, BLOCK_N), tl.float32), slot, slots, n, N, REDUCTION)
+        if TAIL > 0:
+            store(y_ptr, tl.zeros((TAIL, BLOCK_N), tl.float32), tail_slot, slots, n, N, REDUCTION)
         return
-    k = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride + k[None, :]
-    # Past the last channel, channel N - 1 is read again instead of masking: its products are never stored, and
-    # unmasked loads stay 16 bytes wide.
-    n_read = tl.minimum(n, N - 1)
-    w_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + n_read.to(tl.int64)[:, None] * w_stride_n + k[None, :]
 
-    # Stream K
-    if SWAP_AB:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    scale_cols: tl.constexpr = (K + 127) // 128
-    block_scale_ptrs = w_scale_ptr + (expert.to(tl.int64) * ((N + 127) // 128) + n_read // 128) * scale_cols
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     if PARTS == 1:
         first_step, end_step = 0, steps
@@ -156,49 +304,21 @@ def moe_gemm_kernel(
         part_steps: tl.constexpr = (steps + PARTS - 1) // PARTS
         first_step = part * part_steps
         end_step = min(first_step + part_steps, steps)
-        x_ptrs += first_step * BLOCK_K
-        w_ptrs += first_step * BLOCK_K
-    for step in range(first_step, end_step):
-        if K % BLOCK_K == 0:
-            x = tl.load(x_ptrs, mask=row_valid[:, None], other=0.0)
-            w = tl.load(w_ptrs)
-        else:  # both tails are masked: 0 * NaN is NaN
-            k_valid = k < K - step * BLOCK_K
-            x = tl.load(x_ptrs, mask=row_valid[:, None] & k_valid[None, :], other=0.0)
-            w = tl.load(w_ptrs, mask=k_valid[None, :], other=0.0)
-        if SCALES != "none" and not QUANTISED_X:
-            w = w.to(tl.float16)  # x is float16 then: the one 16-bit type that hardware widens e4m3 to
-        if SCALES == "block":
-            # BLOCK_K divides 128, so one step lies in one column of scale blocks. Partial sums are scaled in float32.
-            block_scale = tl.load(block_scale_ptrs + step * BLOCK_K // 128)
-            if SWAP_AB:
-                acc += tl.dot(w, x.T) * block_scale[:, None]
-            else:
-                acc += tl.dot(x, w.T) * block_scale[None, :]
-        else:
-            acc = tl.dot(w, x.T, acc) if SWAP_AB else tl.dot(x, w.T, acc)
-        x_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K
-
-    sums_only: tl.constexpr = REDUCTION == "two-pass" or REDUCTION == "atomic-fp32"  # scaled once they are added
-
-    # Scale
-    if SCALES == "channel" and not sums_only:
-        w_scale = tl.load(w_scale_ptr + expert.to(tl.int64) * N + n_read)
-        acc *= w_scale[:, None] if SWAP_AB else w_scale[None, :]
-    if SCALED_X and not sums_only:
-        x_scale = tl.load(x_scale_ptr + token, mask=row_valid, other=0.0)
-        acc *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
-    if ROUTING_WEIGHT and not sums_only:
-        routing_weight = tl.load(topk_weight_ptr + slot, mask=row_valid, other=0.0)
-        acc *= routing_weight[None, :] if SWAP_AB else routing_weight[:, None]
-
-    # Store
-    y = (acc.T if SWAP_AB else acc).to(y_ptr.dtype.element_ty)
-    if REDUCTION == "atomic" or REDUCTION == "atomic-fp32":
-        tl.atomic_add(y_rows[:, None] + n[None, :], y, mask=row_valid[:, None] & n_valid[None, :], sem="relaxed")
+    # A tall tile multiplies its tail, too; one whose tail is padding does not.
+    if tall:
+        gemm_tile(
+            slot, tail_slot, expert, n, first_step, end_step,
+            x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, topk_weight_ptr, y_ptr, slots,
+            x_stride, w_stride_e, w_stride_n, N, K, TOP_K, SCALES, QUANTISED_X, SCALED_X, ROUTING_WEIGHT,
+            ROWS, TAIL, BLOCK_N, BLOCK_K, SWAP_AB, REDUCTION,
+        )  # fmt: skip
     else:
-        tl.store(y_rows[:, None] + n[None, :], y, mask=row_valid[:, None] & n_valid[None, :])
+        gemm_tile(
+            slot, tail_slot, expert, n, first_step, end_step,
+            x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, topk_weight_ptr, y_ptr, slots,
+            x_stride, w_stride_e, w_stride_n, N, K, TOP_K, SCALES, QUANTISED_X, SCALED_X, ROUTING_WEIGHT,
+            ROWS, 0, BLOCK_N, BLOCK_K, SWAP_AB, REDUCTION,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots"])

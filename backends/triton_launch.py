@@ -30,7 +30,7 @@ def missing_packages() -> str | None:
 
 def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIMIT) -> str | None:
     """Why the kernel cannot honour this combination; None if it can. `limit`: the GPU's shared memory per block."""
-    if (reason := no_power_of_two(config)) is not None:
+    if (reason := no_two_blocks(config)) is not None:
         return reason
     if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
         return (
@@ -55,10 +55,16 @@ def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIM
     return None
 
 
-def no_power_of_two(config: Config) -> str | None:
-    """Why Triton has no such block; None if it has."""
-    if config.block_m & (config.block_m - 1):
-        return f"config.block_m: got {config.block_m}; allowed: a power of two (the sizes of Triton's blocks)"
+def tail_rows(block_m: int) -> int:
+    """Rows of a tile past its largest power of two: blocks of Triton are powers of two, so 160 rows are two of them."""
+    return block_m - (1 << block_m.bit_length() - 1)
+
+
+def no_two_blocks(config: Config) -> str | None:
+    """Why a tile of these rows is not one or two of Triton's blocks; None if it is."""
+    tail = tail_rows(config.block_m)
+    if tail & (tail - 1):
+        return f"config.block_m: got {config.block_m}; allowed: a power of two, or the sum of two (such as 160 or 192)"
     return None
 
 
@@ -93,6 +99,7 @@ def gemm_constants(
         "ORDER": order,
         "PUBLISHED_GRID_M": published_grid_m(problem, config) if order == PUBLISHED else 0,
         "BLOCK_M": config.block_m,
+        "TAIL": tail_rows(config.block_m),
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
