@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from backends.registry import BACKENDS
-from bench import disassembly, picture, reads, results, target_lines, tables, targets
+from bench import disassembly, floor_picture, reads, results, tables, target_lines, targets
 from bench.tables import NOT_MEASURED
 from bench.terminal import Table
 
 PICTURE = "floor-over-time.svg"
 STEPS = "steps-taken.json"
 STEP_FIELDS = ("step", "predicted", "measured", "source file", "verdict")
-_LOWEST = 0.5
-"""Floor over time at the dark end of the picture's scale."""
 
 
 def load(folder: Path) -> dict[str, Any] | None:
@@ -154,54 +152,6 @@ def peers_table(found: dict[str, Any]) -> Table:
     return headings, lines
 
 
-def points(found: dict[str, Any]) -> list[list[Any]]:
-    """[layer, tokens, dtype group, floor over time of the fastest backend]: what is drawn."""
-    times = targets.Times(found)
-    drawn = []
-    for layer in targets.layers(found["run"].get("seed", 0)):
-        for group, dtypes in targets.GROUPS.items():
-            row = times.best_backend(layer.name, dtypes)
-            if layer.has(group) and row is not None:
-                name = f"{layer.case.model.name} {layer.case.gemm}"
-                drawn.append([name, layer.case.tokens, group, round(targets.share(row), 3)])
-    return drawn
-
-
-def draw(drawn: list[list[Any]], title: str) -> str:
-    """SVG text: a panel per dtype, a row per layer, a column per batch; each cell says and shows floor over time."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    names = list(dict.fromkeys(point[0] for point in drawn))
-    batches = sorted({point[1] for point in drawn})
-    with matplotlib.rc_context(picture.SETTINGS):
-        figure, panels = plt.subplots(
-            1, len(targets.GROUPS), sharey=True, figsize=(14, 1.8 + 0.34 * len(names)), layout="constrained"
-        )
-        image = None
-        for panel, group in zip(panels, targets.GROUPS, strict=True):
-            grid = np.full((len(names), len(batches)), np.nan)
-            for name, tokens, of, value in drawn:
-                if of == group:
-                    grid[names.index(name), batches.index(tokens)] = value
-            image = panel.imshow(grid, cmap="viridis", vmin=_LOWEST, vmax=1, aspect="auto")
-            for (i, j), value in np.ndenumerate(grid):
-                if not np.isnan(value):
-                    colour = "white" if value < (1 + _LOWEST) / 2 else "black"
-                    panel.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
-            panel.set_title(group)
-            panel.set_xticks(range(len(batches)), batches)
-            panel.set_xlabel("tokens")
-        panels[0].set_yticks(range(len(names)), names)
-        assert image is not None
-        figure.colorbar(image, ax=panels, label="floor ÷ kernel time", shrink=0.9)
-        figure.suptitle(title)
-        return picture.svg(figure, drawn)
-
-
 def steps_table(path: Path) -> Table:
     """What each step predicted and measured, from a file {"steps": [{STEP_FIELDS}]} beside the results it names.
 
@@ -289,7 +239,7 @@ def summary(lines: list[targets.Line]) -> str:
     unmeasured = [line for line in missed if line.reason]
     text = f"{len(judged) - len(missed)} of {len(judged)} lines (a target for one backend and dtype) are met"
     if denied:
-        text += f"; {denied} that are missed are denied by a bound: no kernel as fast as a plain read would meet them"
+        text += f"; {denied} of the missed are denied by a bound: a kernel as fast as a plain read would miss them too"
     if unmeasured:
         text += f"; {len(unmeasured)} are missed for want of a measurement"
     return f"{text}."
@@ -346,8 +296,8 @@ BLOCKS: dict[str, Callable[[Path, dict[str, Any]], str]] = {
 def pictures(folder: Path) -> dict[str, tuple[list[list[Any]], Callable[[], str]]]:
     """{file name: (what it shows, how to draw it)}, empty without results."""
     found = load(folder)
-    drawn = points(found) if found else []
+    drawn = floor_picture.points(found) if found else []
     if not found or not drawn:
         return {}
     title = f"{found['run']['gpu']}, cold L2: floor over kernel time of the fastest backend (1: nothing left)"
-    return {PICTURE: (drawn, lambda: draw(drawn, title))}
+    return {PICTURE: (drawn, lambda: floor_picture.draw(drawn, title))}
