@@ -45,7 +45,7 @@ def plain_read_persistent(source, sums, length, BLOCK: tl.constexpr, STAGES: tl.
         step = 1
     partial = tl.zeros((BLOCK,), tl.int32)
     for block in tl.range(first, last, step, num_stages=STAGES):
-        at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         partial += tl.load(source + at, mask=at < length, other=0)
     tl.store(sums + program, tl.sum(partial))
 
