@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -96,3 +97,40 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         assert "no NVIDIA GPU" in CliRunner().invoke(app, ["reads"]).output
+
+
+@pytest.mark.compile_only
+def test_designs_compile_to_wide_loads_that_are_in_flight_together() -> None:
+    """16 bytes a load; cp.async and TMA copies of all stages but one before the first wait; no spills."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from backends.compiled import compile_ptx
+    from bench import read_kernel
+
+    def compiled(kernel: Any, pointer: str, constants: dict[str, Any]) -> str:
+        names = kernel.arg_names
+        kinds = dict(zip(names, (pointer, "*i32", "i32"), strict=False))
+        divisible = [(i,) for i, name in enumerate(names[:3]) if not kinds[name].startswith("tensordesc")]
+        source = ASTSource(
+            fn=kernel,
+            signature=kinds | dict.fromkeys(constants, "constexpr"),
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={place: [["tt.divisibility", 16]] for place in divisible},
+        )
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        assert compile_ptx(made.asm["ptx"], made.metadata.shared).spills == 0
+        return str(made.asm["ptx"])
+
+    once = compiled(read_kernel.plain_read_once, "*i32", {"PER_PROGRAM": 8192, "BLOCK": 4096})
+    assert once.count("ld.global.v4.b32") == 2 * 4096 // 4 // 128
+    for interleaved in (True, False):
+        constants = {"BLOCK": 2048, "STAGES": 6, "INTERLEAVED": interleaved}
+        ptx = compiled(read_kernel.plain_read_persistent, "*i32", constants)
+        assert "ld.global" not in ptx
+        assert ptx.count("cp.async.cg.shared.global") == 6 * 2048 // 4 // 128
+    ptx = compiled(
+        read_kernel.plain_read_descriptor, "tensordesc<i32[64, 32]>", {"ROWS": 64, "COLUMNS": 32, "STAGES": 6}
+    )
+    assert ptx.count("cp.async.bulk.tensor.2d") == 6
