@@ -131,7 +131,7 @@ def targets(
     as_json: Json = False,
 ) -> None:
     """Which speed targets the committed results meet: exit status 1 where one is missed or not measured."""
-    from bench import targets
+    from bench import target_lines, targets
 
     try:
         if launch is not None and not launch.exists():
@@ -148,11 +148,10 @@ def targets(
         run = found["run"] if found else None
         typer.echo(json.dumps({"met": passed, "run": run, "lines": [dataclasses.asdict(line) for line in lines]}))
     else:
-        print_table(targets.table(lines), "Speed targets, one GPU, cold L2")
-        missed = [line.name for line in lines if line.status == "missed"]
+        print_table(target_lines.table(lines), "Speed targets, one GPU, cold L2")
         for note in targets.doubts(found):
             typer.echo(note)
-        typer.echo(f"{len(missed)} of {len(lines)} missed" if missed else f"all {len(lines)} met")
+        typer.echo(targets.told(lines))
     raise typer.Exit(0 if passed else 1)
 
 

@@ -286,6 +286,8 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
         state=state,
     )
     say(f"\nresults are appended to {journal.path}")
+    if _for_targets(request.config) and not option("--warm"):
+        journal.write("reads", sizes=machine.plain_reads())
     for notice in watch.disturbances(state):
         journal.write("notice", text=f"at the start: {notice}")
         say(f"doubtful: {notice}")

@@ -21,8 +21,45 @@ def add_to(app: typer.Typer) -> None:
         locality,
         counters,
         predict,
+        reads,
     ):
         app.command()(verb)
+
+
+def reads(
+    out: Annotated[Path | None, typer.Option(help="JSON lines, a part of a run about the targets; a new file")] = None,
+    clock: Annotated[str, typer.Option(help="cupti or jax-cupti")] = "cupti",
+    as_json: Json = False,
+) -> None:
+    """What a kernel takes that does nothing but read, from 4 MiB to 4 GiB, on this GPU with a cold L2 (seconds)."""
+    import torch
+
+    from bench import reads as plain_reads
+    from bench import results
+    from bench.clock import CLOCKS, ClockError
+    from bench.machine import Machine
+    from shared.checks import check_name
+
+    try:
+        check_name("--clock", clock, CLOCKS)
+        if out is not None and out.exists():
+            raise ArgumentError(f"--out: got {out}, which exists; allowed: a new file")
+        if not torch.cuda.is_available():
+            raise ArgumentError("no NVIDIA GPU that PyTorch can use: reads are timed on one")
+        device = Machine(clock)
+    except (ArgumentError, ClockError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    lines = plain_reads.lines(device, clock)
+    if out is not None:
+        journal = results.Journal(out)
+        for line in lines:
+            journal.write(**line)
+    found = results.compact(lines)
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        print_table(plain_reads.table(found), "Plain reads from a cold L2")
 
 
 def locality(

@@ -84,6 +84,9 @@ class Device(Protocol):
 
     def ceilings(self) -> dict[str, float]: ...
 
+    def plain_reads(self) -> list[dict[str, Any]]:
+        """What a kernel takes that does nothing but read, by size, as reads.measure gives it."""
+
     def state(self) -> dict[str, Any]:
         """{"sm_mhz", "highest_sm_mhz", "memory_mhz", "watts", "celsius", "clock_reasons", "others"} now.
 
@@ -132,6 +135,11 @@ class Machine:
 
             self._ceilings = measure_ceilings(self.clock)
         return self._ceilings
+
+    def plain_reads(self) -> list[dict[str, Any]]:
+        from bench import reads
+
+        return reads.measure(self)
 
     def state(self) -> dict[str, Any]:
         others = self._others.among(self._processes())
@@ -295,6 +303,11 @@ class Rehearsal:
 
     def ceilings(self) -> dict[str, float]:
         return {"read_bytes_per_s": 1e10, "bf16_flops": 1e11, "fp8_flops": 1e11}
+
+    def plain_reads(self) -> list[dict[str, Any]]:
+        from bench import reads
+
+        return [{"bytes": size, "us": size / 1e4, "design": "rehearsal"} for size in reads.SIZES]
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from backends.registry import BACKENDS
-from bench import disassembly, picture, results, tables, targets
+from bench import disassembly, floor_picture, reads, results, tables, target_lines, targets
 from bench.tables import NOT_MEASURED
 from bench.terminal import Table
 
 PICTURE = "floor-over-time.svg"
 STEPS = "steps-taken.json"
 STEP_FIELDS = ("step", "predicted", "measured", "source file", "verdict")
-_LOWEST = 0.5
-"""Floor over time at the dark end of the picture's scale."""
 
 
 def load(folder: Path) -> dict[str, Any] | None:
@@ -36,13 +34,13 @@ def _launched(folder: Path, found: dict[str, Any] | None) -> list[dict[str, Any]
 
 
 def targets_table(lines: list[targets.Line]) -> Table:
-    """A row per target and dtype, a column per backend: worst case, and how many of the cases meet the target."""
-    headings = ["target", "dtype", "needed", *BACKENDS, "worst case"]
-    groups: dict[tuple[str, str, str], dict[str, targets.Line]] = {}
-    for line in lines:
-        groups.setdefault((line.target, line.dtype, line.needed), {})[line.backend] = line
+    """A row per target and dtype, a column per backend: worst case, and how many of the cases meet the target.
+
+    Then what a plain read reaches, and in how many cases it does not reach what is needed.
+    """
+    headings = ["target", "dtype", "needed", *BACKENDS, "at most (a plain read)", "worst case"]
     found = []
-    for (target, dtype, needed), by_backend in groups.items():
+    for (target, dtype, needed), (by_backend, bounds) in _grouped(lines).items():
         one = next(iter(by_backend.values()))
         if not set(by_backend) & set(BACKENDS):  # about all backends, or about peers
             cells = [_cell(one), *("" for _ in BACKENDS[1:])]
@@ -51,8 +49,50 @@ def targets_table(lines: list[targets.Line]) -> Table:
         worst = [line for line in by_backend.values() if line.worst is not None]
         pick = max if needed.startswith("<=") else min
         case = pick(worst, key=lambda line: line.worst or 0.0).worst_case if worst else one.reason
-        found.append([target, dtype, needed, *cells, case or "–"])
+        found.append([target, dtype, needed, *cells, _bound(bounds), case or "–"])
     return headings, found
+
+
+def plain_read_table(lines: list[targets.Line]) -> Table:
+    """Of each floor: what a plain read of the same bytes reaches, and its time over each backend's, worst and mean."""
+    headings = ["target", "dtype", "needed", "floor ÷ plain read: worst", "mean", "cases in which that is too little"]
+    headings += [f"plain read ÷ {name}" for name in BACKENDS]
+    found = []
+    for (target, dtype, needed), (by_backend, bounds) in _grouped(lines).items():
+        if target_lines.PLAIN not in bounds or not target.startswith(target_lines.FLOOR_OVER_TIME):
+            continue
+        bound = bounds[target_lines.PLAIN]
+        known = "–" if needed == "–" else f"{bound.of - bound.met} of {bound.of}"
+        cells = [target_lines.number(bound.worst), target_lines.number(bound.mean), known]
+        if bound.worst is None:
+            cells = ["not measured", "–", "–"]
+        found.append([target, dtype, needed, *cells])
+        found[-1] += [target_lines.read_over_time(by_backend[name]) for name in BACKENDS]
+    return headings, found
+
+
+Grouped = dict[str, targets.Line]
+
+
+def _grouped(lines: list[targets.Line]) -> dict[tuple[str, str, str], tuple[Grouped, Grouped]]:
+    """{(target, dtype, needed): (lines by backend, bounds by kind)}"""
+    groups: dict[tuple[str, str, str], tuple[Grouped, Grouped]] = {}
+    for line in lines:
+        by_backend, bounds = groups.setdefault((line.target, line.dtype, line.needed), ({}, {}))
+        (bounds if line.is_bound else by_backend)[line.backend] = line
+    return groups
+
+
+def _bound(bounds: Grouped) -> str:
+    """Such as "0.812 (28 of 40)"; of peers, "1.049; at the floor 1.093"."""
+    cells = []
+    for kind, line in bounds.items():
+        average = line.target.endswith("geometric mean")
+        figure = target_lines.number(line.mean if average else line.worst)
+        count = "" if average or line.needed == "–" else f" ({line.met} of {line.of})"
+        told = f"{figure}{count}" if figure != "–" else "not measured"
+        cells.append(f"at the floor {told}" if kind == target_lines.FLOOR else told)
+    return "; ".join(cells)
 
 
 def _cell(line: targets.Line) -> str:
@@ -87,6 +127,12 @@ def cases_table(found: dict[str, Any]) -> Table:
     return headings, lines
 
 
+def plain_reads(found: dict[str, Any]) -> Table | str:
+    """Every size of the plain reads of these results."""
+    table = reads.table(found)
+    return table if table[1] else NOT_MEASURED
+
+
 def peers_table(found: dict[str, Any]) -> Table:
     """Per case and dtype that a peer has: fastest backend, every peer, fastest peer over fastest backend."""
     times = targets.Times(found)
@@ -104,54 +150,6 @@ def peers_table(found: dict[str, Any]) -> Table:
             line += ["–" if us is None else f"{us:.1f}" for us in each]
             lines.append([*line, f"{peer['kernel_us'] / ours['kernel_us']:.2f}"])
     return headings, lines
-
-
-def points(found: dict[str, Any]) -> list[list[Any]]:
-    """[layer, tokens, dtype group, floor over time of the fastest backend]: what is drawn."""
-    times = targets.Times(found)
-    drawn = []
-    for layer in targets.layers(found["run"].get("seed", 0)):
-        for group, dtypes in targets.GROUPS.items():
-            row = times.best_backend(layer.name, dtypes)
-            if layer.has(group) and row is not None:
-                name = f"{layer.case.model.name} {layer.case.gemm}"
-                drawn.append([name, layer.case.tokens, group, round(targets.share(row), 3)])
-    return drawn
-
-
-def draw(drawn: list[list[Any]], title: str) -> str:
-    """SVG text: a panel per dtype, a row per layer, a column per batch; each cell says and shows floor over time."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    names = list(dict.fromkeys(point[0] for point in drawn))
-    batches = sorted({point[1] for point in drawn})
-    with matplotlib.rc_context(picture.SETTINGS):
-        figure, panels = plt.subplots(
-            1, len(targets.GROUPS), sharey=True, figsize=(14, 1.8 + 0.34 * len(names)), layout="constrained"
-        )
-        image = None
-        for panel, group in zip(panels, targets.GROUPS, strict=True):
-            grid = np.full((len(names), len(batches)), np.nan)
-            for name, tokens, of, value in drawn:
-                if of == group:
-                    grid[names.index(name), batches.index(tokens)] = value
-            image = panel.imshow(grid, cmap="viridis", vmin=_LOWEST, vmax=1, aspect="auto")
-            for (i, j), value in np.ndenumerate(grid):
-                if not np.isnan(value):
-                    colour = "white" if value < (1 + _LOWEST) / 2 else "black"
-                    panel.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
-            panel.set_title(group)
-            panel.set_xticks(range(len(batches)), batches)
-            panel.set_xlabel("tokens")
-        panels[0].set_yticks(range(len(names)), names)
-        assert image is not None
-        figure.colorbar(image, ax=panels, label="floor ÷ kernel time", shrink=0.9)
-        figure.suptitle(title)
-        return picture.svg(figure, drawn)
 
 
 def steps_table(path: Path) -> Table:
@@ -236,9 +234,12 @@ def _range(values: list[float], digits: int) -> str:
 def summary(lines: list[targets.Line]) -> str:
     """How many targets are met, and which are not."""
     judged = [line for line in lines if line.status != "told"]
+    denied = sum(bool(line.denied) for line in judged)
     missed = [line for line in judged if line.status == "missed"]
     unmeasured = [line for line in missed if line.reason]
     text = f"{len(judged) - len(missed)} of {len(judged)} lines (a target for one backend and dtype) are met"
+    if denied:
+        text += f"; {denied} of the missed are denied by a bound: a kernel as fast as a plain read would miss them too"
     if unmeasured:
         text += f"; {len(unmeasured)} are missed for want of a measurement"
     return f"{text}."
@@ -283,6 +284,8 @@ BLOCKS: dict[str, Callable[[Path, dict[str, Any]], str]] = {
     "disassembly": _disassembly,
     "targets-summary": lambda folder, merged: summary(_judged(folder)) if load(folder) else NOT_MEASURED,
     "targets": lambda folder, merged: tables.markdown(targets_table(_judged(folder))),
+    "targets-plain-read": lambda folder, merged: tables.markdown(plain_read_table(_judged(folder))),
+    "plain-reads": _from_results(lambda found: plain_reads(found)),
     "targets-cases": _from_results(cases_table),
     "targets-peers": _from_results(peers_table),
     "targets-picture": _picture,
@@ -293,8 +296,8 @@ BLOCKS: dict[str, Callable[[Path, dict[str, Any]], str]] = {
 def pictures(folder: Path) -> dict[str, tuple[list[list[Any]], Callable[[], str]]]:
     """{file name: (what it shows, how to draw it)}, empty without results."""
     found = load(folder)
-    drawn = points(found) if found else []
+    drawn = floor_picture.points(found) if found else []
     if not found or not drawn:
         return {}
     title = f"{found['run']['gpu']}, cold L2: floor over kernel time of the fastest backend (1: nothing left)"
-    return {PICTURE: (drawn, lambda: draw(drawn, title))}
+    return {PICTURE: (drawn, lambda: floor_picture.draw(drawn, title))}

@@ -2,8 +2,9 @@
 
 A line is written the moment its result is there, so that a run cut short keeps what it measured. The first line
 says where and with what the run was made (`kind: "run"`); the others are `kind: "time"` (a benchmark), `"pair"` (an
-order comparison), `"published"`, `"failed"` (a kernel that failed or was wrong), `"skipped"` (what cannot run here) and
-`"notice"` (what disturbed the run). Times are in microseconds in both.
+order comparison), `"published"`, `"failed"` (a kernel that failed or was wrong), `"skipped"` (what cannot run here),
+`"notice"` (what disturbed the run) and `"reads"` (plain reads by size, of a run about the targets; they stand with the
+ceilings in `run`). Times are in microseconds in both.
 
 Times stand in one file only if they were taken on the same GPU with the same versions and settings (SETTINGS). A run
 that was cut short goes on in its file behind a further `run` line, with RESUMED the same as well.
@@ -56,7 +57,7 @@ class Journal:
 
     def write(self, kind: str, **values: Any) -> None:
         append(self.path, {"kind": kind, **values})
-        self.count += kind not in ("run", "notice")
+        self.count += kind not in ("run", "reads", "notice")
 
 
 def append(path: Path, value: dict[str, Any]) -> None:
@@ -195,6 +196,8 @@ def _compact_one(run: dict[str, Any], lines: Iterable[dict[str, Any]]) -> dict[s
             pairs[values["id"]] = values
         elif line["kind"] == "published":
             published[values["id"]] = values
+        elif line["kind"] == "reads":
+            run = {**run, "reads": values["sizes"]}
         elif line["kind"] == "notice":
             notices.append(values["text"])
         else:
@@ -346,7 +349,7 @@ def add(run: Path, *, results: Path = RESULTS, name: str | None = None, into: st
 def combined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Two compact results as one, in the order of the old one. The caller has seen to it that they may be.
 
-    run: that of the old, with "runs": date, rounds and ceilings of each.
+    run: that of the old, with "runs": date, rounds, ceilings and plain reads of each.
     """
     rows = {row["id"]: row for row in old["rows"]}
     for row in new["rows"]:
@@ -363,8 +366,8 @@ def combined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def history(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """{"date", "rounds", "ceilings"} of each run that the results come from."""
-    return run.get("runs") or [{key: run[key] for key in ("date", "rounds", "ceilings") if key in run}]
+    """{"date", "rounds", "ceilings", "reads"} of each run that the results come from, as far as it has them."""
+    return run.get("runs") or [{key: run[key] for key in ("date", "rounds", "ceilings", "reads") if key in run}]
 
 
 def dump(found: dict[str, Any]) -> str:

@@ -6,6 +6,9 @@
 A target holds for each backend by itself. What was not measured, failed or was wrong is a miss that says so. Floors are
 those of the run that a time comes from. Megabytes are 10^6 bytes that had to be read in that dtype, decode is 64 tokens
 and fewer. A backend's time is that of its fastest measured order, an FP8 time that of its faster FP8 mode.
+
+Beside the targets stand bounds (bounds.py): what a kernel would reach that is as fast as a plain read of the same
+bytes, measured in the same run (reads.py). A target above that is denied; it is missed all the same.
 """
 
 from __future__ import annotations
@@ -14,13 +17,15 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from backends.registry import BACKENDS
-from bench import results
+from bench import bounds, results
 from bench.cases import TARGET_BF16_TOKENS, Case, cases
+from bench.reads import PlainReads
+from bench.target_lines import FLOOR, FLOOR_OVER_TIME, PLAIN, Line, Value, deny, line_of
 from shared import planning, routing
 
 FP8 = ("fp8-w8a16", "fp8-w8a8")
@@ -52,43 +57,6 @@ PATTERN = "targets*.jsonl"
 LAUNCH = ("launch.jsonl", "launch-cost.jsonl")
 """Names of the file of call costs; the first that is there is read."""
 FOLDER = results.RESULTS / "h200"
-Bound = Literal[">=", "<="]
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """One case's part of a target. value: None where there is none, and `reason` says why."""
-
-    case: str
-    value: float | None
-    reason: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """One target for one backend and dtype.
-
-    worst, worst_case: of the measured cases; mean: their geometric mean (of call costs, which may be negative, the
-    median); met, of: cases that meet it, and all that it is about; status: "met", "missed", or "told" where there is no
-    bound; reason: what was not measured, or what the figure is not
-    """
-
-    target: str
-    dtype: str
-    backend: str
-    needed: str
-    worst: float | None
-    worst_case: str | None
-    mean: float | None
-    met: int
-    of: int
-    status: Literal["met", "missed", "told"]
-    reason: str = ""
-
-    @property
-    def name(self) -> str:
-        """Such as "floor / time, decode, 50 to 200 MB, fp16, torch-triton"."""
-        return ", ".join(part for part in (self.target, self.dtype, self.backend) if part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +128,11 @@ class Times:
         """Why there is no time."""
         told = [self._amiss[case, dtype, contender] for dtype in dtypes if (case, dtype, contender) in self._amiss]
         return f"{contender}: {'; '.join(told) or 'not measured'}"
+
+    def floor_us(self, case: str, dtype: str) -> float | None:
+        """The case's floor; of several runs the longest. None where nothing of it was measured."""
+        found = [float(row["floor_us"]) for key, row in self._rows.items() if key[:2] == (case, dtype)]
+        return max(found, default=None)
 
     def best_peer(self, case: str, dtype: str) -> dict[str, Any] | None:
         """The fastest peer's row; with 2-byte weights of either kind, as they move the same bytes."""
@@ -252,6 +225,7 @@ def _flat(line: dict[str, Any]) -> dict[str, Any]:
 def judge(found: dict[str, Any] | None, launched: Sequence[dict[str, Any]] = ()) -> list[Line]:
     """Every target, for every backend and dtype that it is about. found: None where nothing was measured."""
     times = Times(found or {"rows": [], "skipped": {}})
+    reads = PlainReads(found)
     chosen = layers(found["run"].get("seed", 0) if found else 0)
     lines = []
     for name, least, most, bound in SIZES:
@@ -262,21 +236,24 @@ def judge(found: dict[str, Any] | None, launched: Sequence[dict[str, Any]] = ())
             ) -> bool:
                 return layer.decode and layer.has(group) and least <= layer.read_bytes[first] < most
 
-            lines += _floor_lines(times, [layer for layer in chosen if sized(layer)], name, group, bound)
+            lines += _floor_lines(times, reads, [layer for layer in chosen if sized(layer)], name, group, bound)
     for group in GROUPS:
         many = [layer for layer in chosen if not layer.decode and layer.has(group)]
-        lines += _floor_lines(times, many, "128 to 512 tokens", group, MANY_TOKENS)
+        lines += _floor_lines(times, reads, many, "128 to 512 tokens", group, MANY_TOKENS)
     large = [layer for layer in chosen if layer.decode and layer.read_bytes["fp16"] >= LARGE]
+    gain = "fp16 time / FP8 time, decode, 200 MB and more"
+    limits = [bounds.gain(reads, layer, FP8) for layer in large]
     for backend in BACKENDS:
         values = [_gain(times, layer.name, backend) for layer in large]
-        lines.append(_line("fp16 time / FP8 time, decode, 200 MB and more", "FP8", backend, values, ">=", FP8_GAIN))
+        line = line_of(gain, "FP8", backend, values, ">=", FP8_GAIN)
+        lines.append(deny(line, values, limits, FP8_GAIN, "with both as fast as a plain read it would be {:.3f}"))
+    lines.append(bounds.line(gain, "FP8", PLAIN, limits, FP8_GAIN))
     for group in GROUPS:
-        for backend in BACKENDS:
-            lines += _peer_lines(times, [layer for layer in chosen if layer.has(group)], group, backend)
+        lines += _peer_lines(times, reads, [layer for layer in chosen if layer.has(group)], group)
     lines.append(_peers_there(times))
     for dtype in (dtype for group in GROUPS.values() for dtype in group):
         values = [_spread(times, layer.name, dtype) for layer in chosen if layer.has(dtype)]
-        lines.append(_line("slowest backend / fastest", dtype, "all backends", values, "<=", SPREAD))
+        lines.append(line_of("slowest backend / fastest", dtype, "all backends", values, "<=", SPREAD))
     return [*lines, *_call_lines(launched)]
 
 
@@ -284,66 +261,31 @@ def met(lines: Sequence[Line]) -> bool:
     return all(line.status != "missed" for line in lines)
 
 
-def _line(
-    target: str,
-    dtype: str,
-    backend: str,
-    values: Sequence[Value],
-    sign: Bound,
-    bound: float | None,
-    *,
-    mean: Callable[[Sequence[float]], float] | None = None,
-    unit: str = "",
-    judged: bool = True,
-) -> Line:
-    """The line of these values: met where each is there and within the bound, missed where there is no value at all.
-
-    judged False: only told. bound None with judged: the target is that there are figures.
-    """
-    known = [(value.value, value.case) for value in values if value.value is not None]
-    lacking = [value for value in values if value.value is None]
-    pick = min if sign == ">=" else max
-    worst, worst_case = pick(known) if known else (None, None)
-    average = (mean or _geometric)([value for value, _ in known]) if known else None
-    inside = len(known) if bound is None else sum(_within(value, sign, bound) for value, _ in known)
-    reason = _lacking(lacking)
-    status: Literal["met", "missed", "told"] = "met" if values and inside == len(values) else "missed"
-    if not values:
-        reason = "not measured: it is about no case"
-    if not judged or (bound is None and status == "met"):
-        status = "told"
-    needed = "–" if bound is None else f"{sign} {bound:.3g}{unit}"
-    return Line(target, dtype, backend, needed, worst, worst_case, average, inside, len(values), status, reason)
-
-
-def _within(value: float, sign: Bound, bound: float) -> bool:
-    return value >= bound if sign == ">=" else value <= bound
-
-
-def _lacking(lacking: Sequence[Value]) -> str:
-    if not lacking:
-        return ""
-    others = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-    return f"not measured: {lacking[0].case}{others} ({lacking[0].reason})"
-
-
-def _geometric(values: Sequence[float]) -> float:
-    return math.exp(math.fsum(math.log(value) for value in values) / len(values))
-
-
-def _floor_lines(times: Times, chosen: Sequence[Layer], name: str, group: str, bound: float | None) -> list[Line]:
-    """Floor over kernel time, a line for each backend; none where the set has no such case."""
+def _floor_lines(
+    times: Times, reads: PlainReads, chosen: Sequence[Layer], name: str, group: str, bound: float | None
+) -> list[Line]:
+    """Floor over kernel time, a line for each backend and one for a plain read; none where the set has no such case."""
     if not chosen:
         return []
+    target = f"{FLOOR_OVER_TIME}, {name}"
+    most = bounds.of_floors(times, reads, chosen, GROUPS[group])
     lines = []
     for backend in BACKENDS:
-        values = []
+        values, beside = [], []
         for layer in chosen:
             row = times.row(layer.name, GROUPS[group], backend)
-            reason = times.why_not(layer.name, GROUPS[group], backend)
-            values.append(Value(layer.name, None, reason) if row is None else Value(layer.name, share(row)))
-        lines.append(_line(f"floor / time, {name}", group, backend, values, ">=", bound, judged=bound is not None))
-    return lines
+            if row is None:
+                values.append(Value(layer.name, None, times.why_not(layer.name, GROUPS[group], backend)))
+            else:
+                values.append(Value(layer.name, share(row)))
+                beside.append(bounds.over_time(reads, layer, row))
+        read = bounds.line(target, group, backend, beside, None)
+        line = line_of(target, group, backend, values, ">=", bound, judged=bound is not None)
+        line = dataclasses.replace(line, read_worst=read.worst, read_mean=read.mean)
+        if bound is not None:
+            line = deny(line, values, most, bound, "a plain read of these bytes reaches {:.3f}")
+        lines.append(line)
+    return [*lines, bounds.line(target, group, PLAIN, most, bound)]
 
 
 def _gain(times: Times, case: str, backend: str) -> Value:
@@ -354,29 +296,47 @@ def _gain(times: Times, case: str, backend: str) -> Value:
     return Value(case, two_bytes / fp8)
 
 
-def _peer_lines(times: Times, chosen: Sequence[Layer], group: str, backend: str) -> list[Line]:
-    """Fastest peer's time over the backend's: the worst case, and the geometric mean. FP8 against peers of its mode."""
-    values = []
-    for layer in chosen:
-        rivals = {dtype: peer for dtype in GROUPS[group] if (peer := times.best_peer(layer.name, dtype)) is not None}
-        if not rivals:
-            values.append(Value(layer.name, None, f"no peer's time in {group}"))
-        for dtype, peer in rivals.items():
+def _peer_lines(times: Times, reads: PlainReads, chosen: Sequence[Layer], group: str) -> list[Line]:
+    """Fastest peer's time over each backend's, worst case and geometric mean. FP8 against peers of its mode."""
+    rivals = [
+        (layer, dtype, peer)
+        for layer in chosen
+        for dtype in GROUPS[group]
+        if (peer := times.best_peer(layer.name, dtype)) is not None
+    ]
+    there = {layer.name for layer, _, _ in rivals}
+    without = [Value(one.name, None, f"no peer's time in {group}") for one in chosen if one.name not in there]
+    limits = {
+        kind: _worst_and_mean(bounds.of_peers(reads, rivals, kind) + without, group, kind) for kind in (PLAIN, FLOOR)
+    }
+    denied = bounds.denied_mean({kind: mean for kind, (_, mean) in limits.items()}, PEER_MEAN)
+    lines = []
+    for backend in BACKENDS:
+        values = list(without)
+        for layer, dtype, peer in rivals:
             ours = times.us(layer.name, (dtype,), backend)
             name = f"{layer.name} {dtype} ({peer['contender']})"
             if ours is None:
                 values.append(Value(name, None, times.why_not(layer.name, (dtype,), backend)))
             else:
                 values.append(Value(name, peer["kernel_us"] / ours))
-    worst = _line("best peer's time / time, each case", group, backend, values, ">=", PEER_WORST)
-    whole = worst.mean is not None and not worst.reason
-    passes = whole and worst.mean is not None and worst.mean >= PEER_MEAN
+        worst, mean = _worst_and_mean(values, group, backend)
+        lines += [worst, dataclasses.replace(mean, denied=denied if mean.status == "missed" else "")]
+    return [*lines, *limits[PLAIN], *limits[FLOOR]]
+
+
+def _worst_and_mean(values: Sequence[Value], group: str, backend: str) -> tuple[Line, Line]:
+    """The two lines about peers of a backend or, told, of a bound."""
+    worst = line_of("best peer's time / time, each case", group, backend, values, ">=", PEER_WORST)
+    passes = worst.mean is not None and not worst.reason and worst.mean >= PEER_MEAN
     mean = dataclasses.replace(
         worst, target="best peer's time / time, geometric mean", needed=f">= {PEER_MEAN:.3g}",
         met=sum(value.value is not None and value.value >= PEER_MEAN for value in values),
         status="met" if passes else "missed",
     )  # fmt: skip
-    return [worst, mean]
+    if worst.is_bound:
+        return dataclasses.replace(worst, status="told"), dataclasses.replace(mean, status="told")
+    return worst, mean
 
 
 def _peers_there(times: Times) -> Line:
@@ -416,7 +376,7 @@ def _call_lines(launched: Sequence[dict[str, Any]]) -> list[Line]:
             targets = (("CUDA graph", "graph_layer_us", GRAPH_US), ("torch eager", "eager_steady_us", EAGER_US))
         for name, field, bound in targets:
             values = [_cost(row, field) for row in rows]
-            line = _line(
+            line = line_of(
                 f"call - kernel, {name}", "", backend, values, "<=", bound,
                 mean=lambda us: sorted(us)[len(us) // 2], unit=" µs",
             )  # fmt: skip
@@ -437,37 +397,19 @@ def _cost(row: dict[str, Any], field: str) -> Value:
 
 
 def doubts(found: dict[str, Any] | None) -> list[str]:
-    """What made times doubtful, and how many."""
-    counts = Counter(notice for row in (found or {"rows": []})["rows"] for notice in row.get("notices", ()))
-    return [f"doubtful, {count} times: {notice}" for notice, count in counts.most_common()]
+    """What made times doubtful, and how many; and kernels that are faster than a bound."""
+    if found is None:
+        return []
+    counts = Counter(notice for row in found["rows"] for notice in row.get("notices", ()))
+    told = [f"doubtful, {count} times: {notice}" for notice, count in counts.most_common()]
+    return told + bounds.doubts(found, layers(found["run"].get("seed", 0)))
 
 
-def table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
-    """Every line, for a terminal."""
-    headings = ["target", "dtype", "backend", "needed", "worst", "in", "mean", "cases that meet it", "verdict"]
-    return headings, [
-        [
-            line.target,
-            line.dtype,
-            line.backend,
-            line.needed,
-            number(line.worst),
-            line.worst_case or "–",
-            number(line.mean),
-            f"{line.met} of {line.of}",
-            verdict(line),
-        ]
-        for line in lines
-    ]
-
-
-def verdict(line: Line) -> str:
-    """ "met", "missed", "not measured: ...", or "no target"."""
-    word = "no target" if line.status == "told" else line.status
-    if not line.reason:
-        return word
-    return f"{word}, {line.reason}" if line.worst is not None else line.reason
-
-
-def number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+def told(lines: Sequence[Line]) -> str:
+    """How many lines are missed, and how many of those no kernel could meet."""
+    judged = [line for line in lines if not line.is_bound]
+    missed = [line for line in judged if line.status == "missed"]
+    if not missed:
+        return f"all {len(judged)} met"
+    denied = sum(bool(line.denied) for line in missed)
+    return f"{len(missed)} of {len(judged)} missed" + (f", {denied} of them denied by a bound" if denied else "")

@@ -244,7 +244,8 @@ def _inverse(win: Win) -> str:
 
 
 def _name(cell: Cell) -> str:
-    return f"{cell['model']} {cell['gemm']}, {cell['tokens']} tokens, {cell['dtype']}"
+    tokens = f"{cell['tokens']} token{'' if cell['tokens'] == 1 else 's'}"
+    return f"{cell['model']} {cell['gemm']}, {tokens}, {cell['dtype']}"
 
 
 def _order_pairs(counted: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -288,7 +289,7 @@ def other_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     """The backends side by side: row over column, and grouped over column, at each backend's best known tile."""
     lines = []
     for name, tokens, dtype in itertools.product(locality.OTHERS[0], locality.OTHERS[1], DTYPES):
-        line = [f"{name}, {tokens} tokens", dtype]
+        line = [f"{name}, {tokens} token{'' if tokens == 1 else 's'}", dtype]
         for backend in ("torch-triton", *locality.OTHER_BACKENDS):
             found = of(cells, backend=backend, model=name, tokens=tokens, dtype=dtype, gemm="gate-up")
             cell = found[0] if found else None
