@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from backends.triton_launch import tail_rows
 from shared.checks import ArgumentError
 from shared.config import Config
 from shared.models import models
@@ -49,10 +50,11 @@ def export(tuned: Path, folder: Path) -> Exported:
             continue
         if entry["scale_layout"] not in (None, "channel"):
             continue
-        config, problem = Config.from_mapping(entry["config"]), _problem(entry)
+        # Its tiles have a power of two of rows; where the best tile here has not, the best of those that have is taken.
+        config, problem = Config.from_mapping(entry.get("one_block", entry["config"])), _problem(entry)
         name = file_name(entry["experts"], entry["n"] // 2, content["gpu"], SELECTORS[entry["dtype"]])
         where = f"{name}, {entry['tokens']} tokens"
-        if config.parts(problem.k) > 1:
+        if config.parts(problem.k) > 1 or tail_rows(config.block_m):
             left_out.setdefault(name, []).append(entry["tokens"])
             continue
         batches = files.setdefault(name, {})
@@ -71,7 +73,10 @@ def export(tuned: Path, folder: Path) -> Exported:
         path = folder / name
         path.write_text(json.dumps(ordered, indent=4) + "\n", encoding="utf-8")
         paths.append(path)
-    notes = [f"{name}, {_listed(tokens)} tokens: left out, as they split K" for name, tokens in left_out.items()]
+    notes = [
+        f"{name}, {_listed(tokens)} tokens: left out, as they split K or have two blocks of rows"
+        for name, tokens in left_out.items()
+    ]
     notes += [
         f"{name}, {_listed(tokens)} tokens: timed with operands in the other order than vLLM's; time it there"
         for name, tokens in otherwise.items()

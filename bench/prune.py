@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from backends.triton_launch import tail_rows
 from shared import planning
 from shared.config import Config
 from shared.problem import Problem, ceil_div
@@ -33,7 +34,7 @@ def lower_bound_seconds(
 ) -> float:
     """Least time of a launch with these tiles, from what they read and multiply.
 
-    pads: whether all rows of a tile are multiplied, also those of no slot.
+    pads: whether padding is multiplied, too, up to the tile's end (in Triton, to that of the block that holds a slot).
 
     Every tile row reads its expert's weights, every tile column the rows of x: at the read ceiling what has to come
     from DRAM once, at `L2_OVER_DRAM` times that what tiles read in all. counts: slots per expert; ceilings: as
@@ -46,13 +47,20 @@ def lower_bound_seconds(
     read = ceilings["read_bytes_per_s"]
     rate = ceilings.get("fp8_flops" if problem.quantises_x else "bf16_flops", ceilings["bf16_flops"])
     depth = ceil_div(problem.k, config.block_k) * config.block_k
-    multiplied = rows * config.block_m if pads else sum(counts)
+    multiplied = sum(_rows_of_tiles(count, config.block_m) for count in counts) if pads else sum(counts)
     operations = 2 * multiplied * cols * config.block_n * depth
     return max(
         problem.read_bytes(counts) / read,
         (weights + activations) / (L2_OVER_DRAM * read),
         operations / (ARITHMETIC_HEADROOM * rate),
     )
+
+
+def _rows_of_tiles(count: int, block_m: int) -> int:
+    """Rows that an expert's tiles multiply: the last tile its tail only where it has slots (`triton_launch`)."""
+    full, rest = divmod(count, block_m)
+    head = block_m - tail_rows(block_m)
+    return full * block_m + (0 if rest == 0 else head if rest <= head else block_m)
 
 
 def cannot_win(

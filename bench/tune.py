@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
+from backends.triton_launch import tail_rows
 from bench import prune
 from bench.cases import DEFAULT_DTYPES, Case, Row
 from bench.clock import CLOCKS, ClockError
@@ -66,7 +67,9 @@ def candidates(problem: Problem, backend: str) -> list[Config]:
         tall = [m for m in rows if m >= min(per_expert, 128)][: 1 if per_expert < 4 else 3]
         found += [config for m in tall for config in _mosaic_tiles(problem, m)]
     else:
-        for block_m in rows:
+        # Two blocks of rows, where an expert's slots are a little more than one has.
+        tall = [m for m in (48, 80, 96, 160, 192) if per_expert < m <= 1.6 * per_expert]
+        for block_m in (*rows, *tall):
             for swap_ab in (False, True) if _few_tiles(problem) or problem.dtype == "fp8-w8a16" else (True,):
                 found += _triton_tiles(problem, block_m, swap_ab)
     return found + (list(_split(problem, backend, rows[0])) if _few_tiles(problem) else [])
@@ -387,19 +390,31 @@ def collect(path: Path) -> Path:
     merged = {tuple(entry[key] for key in keys): entry for entry in known}
     for entry in entries:
         # A default gives the same bits in every run: what adds up by atomics is not taken, however fast.
-        best = next((t for t in entry["times"] if Config.from_mapping(t["config"]).deterministic), None)
-        if best is not None:
+        taken = [t for t in entry["times"] if Config.from_mapping(t["config"]).deterministic]
+        if taken:
+            best = taken[0]
             merged[tuple(entry[key] for key in keys)] = {
                 **{key: entry[key] for key in keys},
                 "config": best["config"],
                 "us": round(best["us"], 2),
                 **({"us_of": entry["us_of"]} if "us_of" in entry else {}),
+                **_in_one_block(taken),
                 "date": entry["date"],
                 "versions": {name: entry["versions"][name] for name in ("torch", "triton", "jax")},
             }
     body = ",\n".join(json.dumps(merged[key]) for key in sorted(merged, key=str))
     target.write_text(f'{{"gpu": {json.dumps(gpu)}, "entries": [\n{body}\n]}}\n')
     return target
+
+
+def _in_one_block(times: list[dict[str, Any]]) -> dict[str, Any]:
+    """{"one_block": config}, the best whose rows are one power of two, where the best of all has two blocks of rows.
+
+    Other kernels have one block alone: what is exported to them.
+    """
+    if not tail_rows(times[0]["config"]["block_m"]):
+        return {}
+    return next(({"one_block": t["config"]} for t in times if not tail_rows(t["config"]["block_m"])), {})
 
 
 def split_entries(path: Path) -> list[dict[str, Any]]:

@@ -47,6 +47,13 @@ def test_lower_bound_of_tiles() -> None:
     assert alone == pytest.approx(max(in_dram, one_row_each)), "pallas-mosaic multiplies the rows that hold slots"
 
 
+@pytest.mark.parametrize(
+    ("count", "block_m", "rows"), [(0, 160, 0), (128, 160, 128), (129, 160, 160), (300, 160, 320), (7, 64, 64)]
+)
+def test_a_tall_tile_multiplies_its_tail_where_that_has_slots(count: int, block_m: int, rows: int) -> None:
+    assert prune._rows_of_tiles(count, block_m) == rows
+
+
 def test_what_cannot_win_is_said_with_both_times() -> None:
     problem = MIXTRAL.problem("gate-up", 512, "fp16")
     bound = prune.lower_bound_seconds(problem, [128] * 8, Config(), CEILINGS)
@@ -202,6 +209,26 @@ def test_what_vllm_cannot_have_is_told(tmp_path: Path) -> None:
     source.write_text(json.dumps({"gpu": "NVIDIA H200", "entries": [entries[1], entries[1]]}))
     with pytest.raises(ArgumentError, match="two entries"):
         export_vllm.export(source, tmp_path / "out")
+
+
+def test_of_a_tile_of_two_blocks_the_best_of_one_is_exported(tmp_path: Path) -> None:
+    shape = {"backend": "torch-triton", "dtype": "fp16", "scale_layout": None, "experts": 8, "k": 4096, "top_k": 2}
+    tall, one = (dataclasses.asdict(Config(block_m=m, block_n=128)) for m in (160, 64))
+    versions = {"torch": "2", "triton": "3", "jax": "0"}
+    told = {"gpu": "Some GPU", "versions": versions, "date": "2026-11-30", "n": 14336, "tokens": 512}
+    run = {**shape, **told, "times": [{"us": 1.0, "config": tall}, {"us": 2.0, "config": one}]}
+    lone = {**run, "tokens": 256, "times": [{"us": 1.0, "config": tall}]}
+    (tmp_path / "tune.jsonl").write_text(json.dumps(run) + "\n" + json.dumps(lone) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "TUNED", tmp_path)
+        target = tune.collect(tmp_path / "tune.jsonl")
+    entries = {entry["tokens"]: entry for entry in json.loads(target.read_text())["entries"]}
+    assert entries[512]["config"] == tall
+    found = export_vllm.export(target, tmp_path / "out")
+    exported = json.loads(found.paths[0].read_text())
+    assert list(exported) == ["512"]
+    assert exported["512"]["BLOCK_SIZE_M"] == 64
+    assert any("256 tokens: left out" in note and "two blocks of rows" in note for note in found.notes)
 
 
 GOOD = dict(zip(export_vllm.FIELDS, (16, 64, 128, 1, 4, 3), strict=True))
