@@ -88,7 +88,7 @@ def test_weights_come_back_within_half_a_step(w: np.ndarray) -> None:
 
 
 def triton_scale(x: np.ndarray, target: str) -> tuple[np.ndarray, np.ndarray]:
-    """`scale_kernel`, into arrays that hold other bytes beforehand."""
+    """`prepare_kernel`, x into arrays that hold other bytes beforehand."""
     import torch
 
     from backends import torch_triton, triton_launch
@@ -99,7 +99,11 @@ def triton_scale(x: np.ndarray, target: str) -> tuple[np.ndarray, np.ndarray]:
     scaled = torch.full(x.shape, 9.0, device=tensor.device).to(getattr(torch, target))
     scale = torch.full((x.shape[0],), 7.0, device=tensor.device)
     problem = Problem.of("fp8-w8a8", tokens=x.shape[0], experts=1, n=1, k=x.shape[1], top_k=1)
-    launch("scale_kernel", x.shape[0], (tensor, scaled, scale), triton_launch.scale_constants(problem, x.shape[1]))
+    constants = triton_launch.prepare_constants(problem, 16, x_stride=x.shape[1])
+    ids = torch.zeros((x.shape[0], 1), dtype=torch.int32, device=tensor.device)
+    plan = torch.empty((3, 16 * problem.max_tile_rows(16)), dtype=torch.int32, device=tensor.device)
+    arguments = (ids, ids, *plan, plan[0], tensor, scaled, scale, problem.slots)
+    launch("prepare_kernel", triton_launch.prepare_grid(problem), arguments, constants)
     return arrays.to_host(scaled), arrays.to_host(scale)
 
 

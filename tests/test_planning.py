@@ -147,7 +147,7 @@ Popularity = np.ndarray | str | None
 
 
 def triton_plan(ids: np.ndarray, experts: int, block_m: int, popularity: Popularity = None) -> Plan:
-    """`plan_kernel`, into arrays that hold 0x7f bytes beforehand."""
+    """`prepare_kernel` without scaling, into arrays that hold 0x7f bytes beforehand."""
     import torch
 
     from backends import torch_triton, triton_launch
@@ -161,8 +161,9 @@ def triton_plan(ids: np.ndarray, experts: int, block_m: int, popularity: Popular
     topk_ids = torch.from_numpy(ids).to(device)
     by = popularity if isinstance(popularity, str) else "none" if popularity is None else "given"
     heat = torch.from_numpy(popularity).to(device) if isinstance(popularity, np.ndarray) else topk_ids
-    constants = triton_launch.plan_constants(problem, block_m, by)
-    launch("plan_kernel", triton_launch.plan_grid(problem), (topk_ids, heat, *made, problem.slots), constants)
+    constants = triton_launch.prepare_constants(problem, block_m, by, x_stride=1)
+    arguments = (topk_ids, heat, *made, topk_ids, topk_ids, topk_ids, problem.slots)
+    launch("prepare_kernel", triton_launch.prepare_grid(problem), arguments, constants)
     arrays = [array.cpu().numpy() for array in made]
     if by == "none":
         assert np.all(arrays[3] == 0x7F7F7F7F), "only order popular pays for tile_span"
