@@ -99,9 +99,7 @@ def unrecorded(
 ) -> Any:  # fmt: skip
     """`moe_gemm` itself. What records torch operators sees it from outside only (backends/torch_op.py)."""
     given = (x, w, topk_ids, w_scale, topk_weight, popularity)
-    signatures = tuple(
-        [None if a is None else arrays.signature(name, a) for name, a in zip(ARRAYS, given, strict=True)]
-    )
+    signatures = arrays.signatures(ARRAYS, given)
     traced = (signatures[0] is None or signatures[0][0] != "torch") and any(map(_is_traced, signatures))
     # What depends on no value is checked once; a trace, and what no dictionary can look up, each time.
     often = not traced and type(config) in _LOOKED_UP and type(mode) in _LOOKED_UP and type(order) is str

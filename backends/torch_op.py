@@ -76,6 +76,8 @@ def check_no_gradient(given: Sequence[Any], *, recorded: bool = False) -> None:
     given: as in `call`. recorded: Dynamo traces this inside of torch.func.
     """
     backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    if not backward and not forward:
+        return
     for name, tensor in zip(_NAMES, given, strict=True):
         if tensor is None:
             continue

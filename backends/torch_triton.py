@@ -223,9 +223,13 @@ def _bind_context(device: torch.device) -> None:
     CUDA's runtime has run in it, and Triton launches through the driver, which asks for one."""
     import torch
 
-    known = _bound.__dict__.setdefault("devices", set())
-    if device not in known and device.type == "cuda":
-        torch.empty(1, dtype=torch.uint8, device=device).zero_()  # a call that CUDA graphs can capture, too
+    try:
+        known = _bound.devices
+    except AttributeError:
+        known = _bound.devices = set()
+    if device not in known:
+        if device.type == "cuda":
+            torch.empty(1, dtype=torch.uint8, device=device).zero_()  # a call that CUDA graphs can capture, too
         known.add(device)
 
 

@@ -18,7 +18,7 @@ FEW_SLOTS = 64
 """Up to so many slots one program makes the plan: it compares them pairwise, a work that grows with their square."""
 
 ROW_CHUNK = 16384
-"""Most values of a row of x that a program keeps in registers while it looks for the largest: 64 a thread of 8 warps."""
+"""Most values of a row of x that a program keeps in registers while it looks for their largest: 64 a thread."""
 
 PUBLISHED = "published-2024"
 """The 2024 article's mapping, for its reproduction only: `backends.moe_gemm` does not know it."""
@@ -155,7 +155,7 @@ def prepare_grid(problem: Problem) -> int:
 
 
 def prepare_constants(problem: Problem, block_m: int, popularity: str = "none", *, x_stride: int) -> dict[str, Any]:
-    """Compile-time arguments of `prepare_kernel`. popularity: its POPULARITY, see `popularity_of`; x_stride: elements."""
+    """Compile-time arguments of `prepare_kernel`. popularity: as `popularity_of` has it; x_stride: in elements."""
     few = problem.slots <= FEW_SLOTS
     scaled = problem.scales_x
     return {

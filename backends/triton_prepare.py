@@ -74,8 +74,8 @@ def plan_slots(
 ):  # fmt: skip
     """The whole plan by one program, for at most CHUNK slots, from comparisons [other slot, this slot].
 
-    A slot's rank is how many earlier ones share its bucket. Each rank that is a multiple of BLOCK_M opens a tile row, so
-    a bucket's first tile row is how many slots of buckets before it open one.
+    A slot's rank is how many earlier ones share its bucket. A rank that is a multiple of BLOCK_M opens a tile row, so a
+    bucket's first tile row is how many slots of the buckets before it open one.
     """
     LAST: tl.constexpr = 0x7FFFFFFF if POPULARITY == "none" else 0x7FFFFFFFFFFFFFFF
     slot = tl.arange(0, CHUNK)
@@ -99,7 +99,7 @@ def plan_slots(
         if POPULARITY == "given":
             heat = tl.load(popularity_ptr + bucket, mask=bucket < E, other=0)
         else:
-            heat = tl.sum((valid[:, None] & (bucket[:, None] == bucket[None, :])).to(tl.int32), 0)
+            heat = tl.sum((bucket[:, None] == bucket[None, :]).to(tl.int32), 0)  # bucket E's is not looked at
         # By falling heat, then by number. ~heat falls as heat rises and, unlike -heat, fits for any heat.
         key = (tl.where(bucket == E, 0x7FFFFFFF, ~heat).to(tl.int64) << 32) | bucket
     rank = tl.sum(((key[:, None] == key[None, :]) & (slot[:, None] < slot[None, :])).to(tl.int32), 0)
