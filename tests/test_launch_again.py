@@ -202,7 +202,7 @@ def test_addresses_that_xla_does_not_take_are_refused_by_name() -> None:
 
 @TRITON
 def test_launches_past_tritons_launcher_are_its_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The C function gets what Triton's launcher object hands to it; but with scratch memory or a sanitizer, the object."""
+    """The C function gets what Triton's launcher object hands to it; but where that does more, the object itself."""
     from triton.backends.nvidia.driver import CudaLauncher
 
     from backends import triton_again
