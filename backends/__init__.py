@@ -85,8 +85,9 @@ def moe_gemm(
         "mode": mode, "order": order, "backend": backend, "interpret": interpret, "validate": validate
     }  # fmt: skip
     if "torch" in sys.modules:
-        from backends import torch_op
-
+        if "backends.torch_op" not in sys.modules:
+            import backends.torch_op  # noqa: F401
+        torch_op = sys.modules["backends.torch_op"]  # an import statement costs more than the question
         given = (x, w, topk_ids, w_scale, topk_weight, popularity)
         if torch_op.recording(given):
             return torch_op.call(given, config, **options)
@@ -99,9 +100,7 @@ def unrecorded(
 ) -> Any:  # fmt: skip
     """`moe_gemm` itself. What records torch operators sees it from outside only (backends/torch_op.py)."""
     given = (x, w, topk_ids, w_scale, topk_weight, popularity)
-    signatures = tuple(
-        [None if a is None else arrays.signature(name, a) for name, a in zip(ARRAYS, given, strict=True)]
-    )
+    signatures = arrays.signatures(ARRAYS, given)
     traced = (signatures[0] is None or signatures[0][0] != "torch") and any(map(_is_traced, signatures))
     # What depends on no value is checked once; a trace, and what no dictionary can look up, each time.
     often = not traced and type(config) in _LOOKED_UP and type(mode) in _LOOKED_UP and type(order) is str

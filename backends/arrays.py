@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -83,6 +83,22 @@ def signature(name: str, array: Any) -> Signature:
         return "numpy", array.shape, array.dtype, array.strides, None
     kind = kind_of(name, array)
     return kind, array.shape, array.dtype, None, None if is_traced(array) else array.sharding
+
+
+def signatures(names: Sequence[str], given: Sequence[Any]) -> tuple[Signature | None, ...]:
+    """`signature` of each argument, None of None; plain tensors without a call each, as every eager call comes by."""
+    torch = sys.modules.get("torch")
+    tensor = None if torch is None else torch.Tensor
+    return tuple(
+        [
+            None
+            if a is None
+            else ("torch", a.shape, a.dtype, a.stride(), a.device)
+            if type(a) is tensor
+            else signature(name, a)
+            for name, a in zip(names, given, strict=True)
+        ]
+    )
 
 
 def spec(name: str, of: Signature) -> ArraySpec:

@@ -1,4 +1,4 @@
-"""JAX-Triton: launches the kernels of triton_kernel.py on JAX arrays through jax-triton, inside jax.jit."""
+"""JAX-Triton: launches the Triton kernels on JAX arrays through jax-triton, inside jax.jit."""
 
 from __future__ import annotations
 
@@ -110,33 +110,27 @@ def _moe_gemm(
     by = triton_launch.popularity_of(order, popularity)
     # A pointer that a kernel does not touch still has to be one: here topk_ids, below tile_rows stands in.
     popularity_ptr = topk_ids if popularity is None else popularity
-    plan_types = {
+    inputs = {"topk_ids_ptr": topk_ids, "popularity_ptr": popularity_ptr, **slots}
+    outputs = {
         "sorted_slot_ptr": jax.ShapeDtypeStruct((max_tile_rows * config.block_m,), jnp.int32),
         "tile_expert_ptr": jax.ShapeDtypeStruct((max_tile_rows,), jnp.int32),
         "tile_rows_ptr": jax.ShapeDtypeStruct((1,), jnp.int32),
         "tile_span_ptr": jax.ShapeDtypeStruct((1 if by == "none" else max_tile_rows, 2), jnp.int32),
     }
-    sorted_slot, tile_expert, tile_rows, tile_span = launch(
-        "plan_kernel",
-        triton_launch.plan_grid(problem),
-        {"topk_ids_ptr": topk_ids, "popularity_ptr": popularity_ptr, **slots},
-        plan_types,
-        triton_launch.plan_constants(problem, config.block_m, by),
-    )
-
-    x_scale = None
-    scaled = x
     if problem.scales_x:
-        scaled, x_scale = launch(
-            "scale_kernel",
-            problem.tokens,
-            {"x_ptr": x},
-            {
-                "scaled_ptr": jax.ShapeDtypeStruct(x.shape, problem.kernel_x_dtype),
-                "scale_ptr": jax.ShapeDtypeStruct((problem.tokens,), jnp.float32),
-            },
-            triton_launch.scale_constants(problem, problem.k),
-        )
+        inputs["x_ptr"] = x
+        outputs["scaled_ptr"] = jax.ShapeDtypeStruct(x.shape, problem.kernel_x_dtype)
+        outputs["x_scale_ptr"] = jax.ShapeDtypeStruct((problem.tokens,), jnp.float32)
+    else:
+        inputs |= dict.fromkeys(("x_ptr", "scaled_ptr", "x_scale_ptr"), topk_ids)
+    sorted_slot, tile_expert, tile_rows, tile_span, *of_x = launch(
+        "prepare_kernel",
+        triton_launch.prepare_grid(problem),
+        inputs,
+        outputs,
+        triton_launch.prepare_constants(problem, config.block_m, by, x_stride=problem.k),
+    )
+    scaled, x_scale = of_x or (x, None)
 
     scales = {
         "w_scale_ptr": tile_rows if w_scale is None else w_scale,
@@ -230,9 +224,7 @@ def _launch(
     import jax.numpy as jnp
     import jax_triton
 
-    from backends import triton_kernel
-
-    kernel = getattr(triton_kernel, kernel_name)
+    kernel = triton_launch.kernel(kernel_name)
     given = any(isinstance(out, jax.Array) for out in outputs.values())
     if fill is None and not given:
         return jax_triton.triton_call(

@@ -34,16 +34,18 @@ def recording(given: Sequence[Any]) -> bool:
         return False
     if _modes() > 0 or _is_tracing() or _inside_torch_func():
         return True
-    kinds = set(map(type, given)) - _PLAIN
-    return bool(kinds) and any(issubclass(kind, torch.Tensor) for kind in kinds)
+    if _PLAIN.issuperset(map(type, given)):
+        return False
+    return any(isinstance(array, torch.Tensor) and type(array) not in _PLAIN for array in given)
 
 
 _modes, _is_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
+_innermost, _Interpreter = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.CInterpreter
 
 
 def _inside_torch_func() -> bool:
     # By its type: compared with None, Dynamo would find an object even where there is none.
-    return isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter)
+    return isinstance(_innermost(), _Interpreter)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
@@ -76,6 +78,8 @@ def check_no_gradient(given: Sequence[Any], *, recorded: bool = False) -> None:
     given: as in `call`. recorded: Dynamo traces this inside of torch.func.
     """
     backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    if not backward and not forward:
+        return
     for name, tensor in zip(_NAMES, given, strict=True):
         if tensor is None:
             continue

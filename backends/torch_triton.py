@@ -1,4 +1,4 @@
-"""PyTorch-Triton: launches the kernels of triton_kernel.py on torch tensors, on the caller's current stream."""
+"""PyTorch-Triton: launches the Triton kernels on torch tensors, on the caller's current stream."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _APART = 256
 
 
 class Step(NamedTuple):
-    """One launch: a kernel of triton_kernel.py, its grid, its buffers by name, numbers behind them, constants."""
+    """One launch: a kernel, its grid, its buffers by name, numbers behind them, constants."""
 
     kernel: str
     grid: int
@@ -161,12 +161,11 @@ def _work(
     buffers["y"] = ((problem.tokens, problem.top_k, problem.n), x_dtype)
 
     plan = ("sorted_slot", "tile_expert", "tile_rows")
-    plan_constants = triton_launch.plan_constants(problem, config.block_m, by)
-    plan_grid = triton_launch.plan_grid(problem)
-    steps = [Step("plan_kernel", plan_grid, ("topk_ids", popularity, *plan, span), slots, plan_constants)]
+    of_x = ("x", scaled, x_scale) if problem.scales_x else ("tile_rows",) * 3
+    constants = triton_launch.prepare_constants(problem, config.block_m, by, x_stride=x_stride)
+    prepare_grid = triton_launch.prepare_grid(problem)
+    steps = [Step("prepare_kernel", prepare_grid, ("topk_ids", popularity, *plan, span, *of_x), slots, constants)]
     if problem.scales_x:
-        constants = triton_launch.scale_constants(problem, x_stride)
-        steps.append(Step("scale_kernel", problem.tokens, ("x", scaled, x_scale), (), constants))
         x_stride = problem.k
     rows_grid = triton_launch.rows_grid(problem)
     if reduction in ("atomic", "atomic-fp32"):
@@ -224,22 +223,26 @@ def _bind_context(device: torch.device) -> None:
     CUDA's runtime has run in it, and Triton launches through the driver, which asks for one."""
     import torch
 
-    known = _bound.__dict__.setdefault("devices", set())
-    if device not in known and device.type == "cuda":
-        torch.empty(1, dtype=torch.uint8, device=device).zero_()  # a call that CUDA graphs can capture, too
+    try:
+        known = _bound.devices
+    except AttributeError:
+        known = _bound.devices = set()
+    if device not in known:
+        if device.type == "cuda":
+            torch.empty(1, dtype=torch.uint8, device=device).zero_()  # a call that CUDA graphs can capture, too
         known.add(device)
 
 
 def _keep(work: Work, buffers: dict[str, Any], kernels: list[Any]) -> None:
     """Keep the kernels that Triton compiled for a call with these buffers, if other calls may use them."""
-    from backends import triton_again, triton_kernel
+    from backends import triton_again
 
     kept = triton_again.Kept()
     if not kept.usable([0 if tensor is None else tensor.data_ptr() for tensor in buffers.values()]):
         return
     names = list(buffers)
     for step, kernel in zip(work.steps, kernels, strict=True):
-        parameters = getattr(triton_kernel, step.kernel).arg_names[len(step.buffers) + len(step.numbers) :]
+        parameters = triton_launch.kernel(step.kernel).arg_names[len(step.buffers) + len(step.numbers) :]
         values = (*step.numbers, *(step.constants[name] for name in parameters))
         kept.add(kernel, step.grid, [names.index(name) for name in step.buffers], values)
     work.kept = kept
@@ -255,14 +258,12 @@ def _launch(kernel_name: str, grid: int, arguments: tuple[Any, ...], constants: 
     import torch
     from triton.runtime.errors import OutOfResources
 
-    from backends import triton_kernel
-
     # Two threads that dispatch one variant at once would compile it twice, or launch what has not been loaded yet.
     one_at_a_time = _dispatching.setdefault((kernel_name, *constants.items()), threading.Lock())
     with torch.cuda.device(arguments[0].device), one_at_a_time:
         _bind_context(arguments[0].device)
         try:
-            return getattr(triton_kernel, kernel_name)[(grid,)](*arguments, **constants)
+            return triton_launch.kernel(kernel_name)[(grid,)](*arguments, **constants)
         except OutOfResources as error:
             raise ArgumentError(f"config: the compiled {kernel_name} does not fit this GPU: {error}") from error
 

@@ -13,11 +13,13 @@ variants, but for what is looked at here, call by call. What Triton's dispatch d
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
@@ -40,14 +42,11 @@ class Kept:
         pick = operator.itemgetter(*buffers) if len(buffers) > 1 else lambda addresses: (addresses[buffers[0]],)
         # Held on to: Triton unloads a kernel's code with its object, and its cache may have put another in its place.
         self._alive.append(compiled)
-        self._launches.append((compiled.run, grid, compiled.function, compiled.packed_metadata, pick, tuple(values)))
+        self._launches.append((*launcher(compiled), grid, pick, tuple(values)))
 
     def usable(self, addresses: Sequence[int]) -> bool:
         """Whether a call with these addresses may use kept kernels, and its own may be kept."""
-        seen = 0
-        for address in addresses:
-            seen |= address
-        return seen % ALIGNMENT == 0 and not watched()
+        return functools.reduce(operator.or_, addresses) % ALIGNMENT == 0 and not watched()
 
     def is_current(self, device: int | None) -> bool:
         """Whether launches go to this device as things are; None: a device that has no number."""
@@ -56,8 +55,31 @@ class Kept:
     def launch(self, addresses: Sequence[int], device: int) -> None:
         """All launches, on the current stream of the device, which is the current one."""
         stream = driver.active.get_current_stream(device)
-        for run, grid, function, metadata, pick, values in self._launches:
-            run(grid, 1, 1, stream, function, metadata, None, None, None, *pick(addresses), *values)
+        for run, fixed, grid, pick, values in self._launches:
+            run(grid, 1, 1, stream, *fixed, (*pick(addresses), *values))
+
+
+def launcher(compiled: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """(run, fixed), where `run(x, y, z, stream, *fixed, arguments)` launches over a grid of x * y * z programs.
+
+    Triton's launcher object asks, launch by launch, whether the kernel needs scratch memory or a sanitizer watches it.
+    Neither changes once the kernel is loaded: where there is none, `run` is the C function behind the object.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    known = isinstance(run, CudaLauncher) and all(hasattr(run, name) for name in _LAUNCHER)
+    if known and not (run.global_scratch_size or run.profile_scratch_size or run.gsan_enabled):
+        options = (run.launch_cooperative_grid, run.launch_pdl)
+        nothing = (None,) * 5  # launch metadata, two hooks, two kinds of scratch memory
+        return run.launch, (function, *options, metadata, *nothing, run.arg_annotations, run.kernel_signature)
+
+    def through_triton(x: int, y: int, z: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        run(x, y, z, stream, function, metadata, None, None, None, *arguments)
+
+    return through_triton, ()
+
+
+_LAUNCHER = ("gsan_enabled", "arg_annotations", "kernel_signature", "global_scratch_size", "profile_scratch_size")
+"""What tells Triton 3.8's launcher from those of other versions, whose C functions take other arguments."""
 
 
 def watched() -> bool:

@@ -1,7 +1,7 @@
 """Run a Triton kernel on CPU tensors in this process, with Triton's own interpreter.
 
 Triton decides when a function is decorated whether it will be compiled or interpreted (TRITON_INTERPRET=1), for its own
-standard library too, so a process normally has one or the other. Here the kernel file is loaded a second time with
+standard library too, so a process normally has one or the other. Here the kernels' files are loaded a second time with
 interpretation on, and while such a kernel runs Triton's library functions are interpreted ones as well; afterwards
 everything is as before. One launch at a time.
 
@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -30,23 +30,26 @@ _lock = threading.RLock()
 
 
 def launch(kernel_name: str, grid: int, *arguments: Any, **constants: Any) -> None:
-    """Interpret `kernel_name` of triton_kernel.py over a one-dimensional grid. Arguments: CPU tensors and numbers."""
+    """Interpret `kernel_name` over a one-dimensional grid. Arguments: CPU tensors and numbers."""
     with _lock, _interpreted_library():
         getattr(_interpreted_kernels(), kernel_name)[(grid,)](*arguments, **constants)
 
 
 @functools.cache
-def _interpreted_kernels() -> ModuleType:
-    """A second copy of backends/triton_kernel.py whose functions are interpreted."""
-    path = Path(__file__).with_name("triton_kernel.py")
-    name = "backends._interpreted_triton_kernel"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+def _interpreted_kernels() -> SimpleNamespace:
+    """What a second copy of the kernels' files defines, whose functions are interpreted."""
+    found: dict[str, Any] = {}
+    for file in ("triton_prepare", "triton_kernel"):
+        path = Path(__file__).with_name(f"{file}.py")
+        name = f"backends._interpreted_{file}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        found |= vars(module)
+    return SimpleNamespace(**found)
 
 
 @functools.cache

@@ -11,8 +11,8 @@ A launch of `moe_gemm_kernel` computes y (T*top_k, N), one output tile of BLOCK_
     Scale         FP8 scales and the routing weight, in float32
     Store         to the rows of y that the slots name
 
-Two small kernels come first in a call: `plan_kernel` (sort slots by expert, on the device, static shapes) and, where
-`Problem.scales_x`, `scale_kernel` (activations to e4m3 or float16, one scale a token).
+One small kernel comes first in a call, `prepare_kernel` in triton_prepare.py: it sorts slots by expert, on the device
+and with static shapes, and where `Problem.scales_x` takes activations to e4m3 or float16, one scale a token.
 
 Split K: PARTS programs share an output tile, each streams its own steps of K.
 
@@ -26,8 +26,6 @@ Both further kernels carry the GEMM kernel's name in theirs: whoever times kerne
 
 import triton
 import triton.language as tl
-
-FP8_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
@@ -377,129 +375,3 @@ def moe_gemm_kernel_reduce(
         if ROUTING_WEIGHT:
             acc *= tl.load(topk_weight_ptr + slot)
     tl.store(y_ptr + slot.to(tl.int64) * N + n, acc.to(y_ptr.dtype.element_ty), mask=n_valid)
-
-
-@triton.jit
-def bucket_of(ids, E: tl.constexpr):
-    """Expert number -> bucket: -1, and what is no expert's number at all, to bucket E, whose rows of y are zeros."""
-    return tl.where((ids < 0) | (ids >= E), E, ids)
-
-
-@triton.jit(do_not_specialize=["slots"])
-def plan_kernel(
-    topk_ids_ptr,  # (S,)
-    popularity_ptr,  # (E,); not read unless POPULARITY is "given"
-    sorted_slot_ptr,  # (max_tile_rows * BLOCK_M,)
-    tile_expert_ptr,  # (max_tile_rows,)
-    tile_rows_ptr,  # (1,)
-    tile_span_ptr,  # (max_tile_rows, 2); not written if POPULARITY is "none"
-    slots,
-    E: tl.constexpr,
-    MAX_TILE_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BUCKETS: tl.constexpr,  # power of two, at least E + 1
-    CHUNK: tl.constexpr,
-    POPULARITY: tl.constexpr,  # "none": experts come by number, "counts": by falling slot counts, "given"
-):
-    """Counting sort of slots by bucket; program b writes bucket b's rows. Bucket E takes the -1 slots, and the tail.
-
-    Every program counts all buckets again, from L2, instead of waiting for another launch to have done it. Slots keep
-    their order, so the plan is the same in every run.
-    """
-    bucket = tl.program_id(0)
-    buckets = tl.arange(0, BUCKETS)
-    chunk = tl.arange(0, CHUNK)
-
-    counts = tl.zeros((BUCKETS,), tl.int32)
-    for start in range(0, slots, CHUNK):
-        in_range = start + chunk < slots
-        ids = tl.load(topk_ids_ptr + start + chunk, mask=in_range, other=-1)
-        counts += tl.histogram(bucket_of(ids, E), BUCKETS, mask=in_range)
-    rows = (counts + BLOCK_M - 1) // BLOCK_M
-    before = buckets < bucket
-    if POPULARITY != "none":
-        heat = counts
-        if POPULARITY == "given":
-            heat = tl.load(popularity_ptr + buckets, mask=buckets < E, other=0)
-            own_heat = tl.load(popularity_ptr + bucket, mask=bucket < E, other=0)
-        else:
-            own_heat = tl.sum(tl.where(buckets == bucket, counts, 0))
-        hotter = (heat > own_heat) | ((heat == own_heat) & before)
-        before = (buckets < E) & ((bucket == E) | hotter)
-    first_row = tl.sum(tl.where(before, rows, 0))
-    own_rows = tl.sum(tl.where(buckets == bucket, rows, 0))
-    own_count = tl.sum(tl.where(buckets == bucket, counts, 0))
-
-    placed = first_row * BLOCK_M
-    for start in range(0, slots, CHUNK):
-        in_range = start + chunk < slots
-        ids = tl.load(topk_ids_ptr + start + chunk, mask=in_range, other=-1)
-        mine = (bucket_of(ids, E) == bucket) & in_range
-        rank = tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(sorted_slot_ptr + placed + rank, start + chunk, mask=mine)
-        placed += tl.sum(mine.to(tl.int32))
-
-    end_row = first_row + own_rows
-    if POPULARITY != "none":
-        for start in range(first_row, end_row, CHUNK):
-            tl.store(tile_span_ptr + 2 * (start + chunk), first_row, mask=start + chunk < end_row)
-            tl.store(tile_span_ptr + 2 * (start + chunk) + 1, own_rows, mask=start + chunk < end_row)
-        if bucket == E:
-            for start in range(end_row, MAX_TILE_ROWS, CHUNK):
-                tl.store(tile_span_ptr + 2 * (start + chunk), start + chunk, mask=start + chunk < MAX_TILE_ROWS)
-                tl.store(tile_span_ptr + 2 * (start + chunk) + 1, 1, mask=start + chunk < MAX_TILE_ROWS)
-    expert = bucket
-    if bucket == E:
-        tl.store(tile_rows_ptr, end_row)
-        end_row = MAX_TILE_ROWS
-        expert = -1
-    for start in range(first_row, end_row, CHUNK):
-        tl.store(tile_expert_ptr + start + chunk, expert, mask=start + chunk < end_row)
-    for start in range(first_row * BLOCK_M + own_count, end_row * BLOCK_M, CHUNK):
-        tl.store(sorted_slot_ptr + start + chunk, slots, mask=start + chunk < end_row * BLOCK_M)
-
-
-@triton.jit
-def scale_kernel(
-    x_ptr,  # (T, K), rows x_stride apart
-    scaled_ptr,  # (T, K), float8_e4m3fn or float16
-    scale_ptr,  # (T,)
-    x_stride: tl.constexpr,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """x to e4m3 or float16, one power of two a token: shared/fp8.py's quantise_token or scale_token, bit for bit."""
-    TO_FP8: tl.constexpr = scaled_ptr.dtype.element_ty == tl.float8e4nv
-    token = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, CHUNK)
-
-    largest = tl.zeros((CHUNK,), tl.float32)
-    not_finite = tl.zeros((CHUNK,), tl.int32)
-    for start in range(0, K, CHUNK):
-        x = tl.load(x_ptr + token * x_stride + start + chunk, mask=start + chunk < K, other=0.0).to(tl.float32)
-        finite = tl.abs(x) < float("inf")
-        largest = tl.maximum(largest, tl.where(finite, tl.abs(x), 0.0))
-        not_finite = tl.where(finite, not_finite, 1)
-    amax = tl.max(largest, 0)
-
-    # From the bits of amax: for e4m3 the least power of two with amax / scale <= 448 = 1.75 * 2**8, for float16 the one
-    # that takes amax to [2**14, 2**15).
-    bits = amax.to(tl.int32, bitcast=True)
-    if TO_FP8:
-        exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    else:
-        exponent = (bits >> 23) - 127 - 14
-    exponent = tl.where(amax == 0, 0, tl.maximum(exponent, -100))
-    scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-    inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-
-    for start in range(0, K, CHUNK):
-        x = tl.load(x_ptr + token * x_stride + start + chunk, mask=start + chunk < K, other=0.0).to(tl.float32)
-        scaled = x * inverse
-        if TO_FP8:
-            scaled = tl.where(tl.abs(x) < float("inf"), scaled, 0.0)
-            scaled = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
-        tl.store(scaled_ptr + token * K + start + chunk, scaled.to(scaled_ptr.dtype.element_ty), mask=start + chunk < K)
-    if TO_FP8:  # e4m3 has no infinity: a row that is not finite becomes NaN by its scale
-        scale = tl.where(tl.max(not_finite, 0) > 0, float("nan"), scale)
-    tl.store(scale_ptr + token, scale)

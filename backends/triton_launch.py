@@ -14,6 +14,12 @@ SHARED_MEMORY_LIMIT = 232448
 ROWS_CHUNK = 1024
 """Channels of one program of the kernels that go over y's rows: 8 a thread of four warps, 16 bytes a load or two."""
 
+FEW_SLOTS = 64
+"""Up to so many slots one program makes the plan: it compares them pairwise, a work that grows with their square."""
+
+ROW_CHUNK = 16384
+"""Most values of a row of x that a program keeps in registers while it looks for their largest: 64 a thread."""
+
 PUBLISHED = "published-2024"
 """The 2024 article's mapping, for its reproduction only: `backends.moe_gemm` does not know it."""
 
@@ -139,20 +145,46 @@ def reduce_constants(problem: Problem, config: Config) -> dict[str, Any]:
     }
 
 
-def plan_grid(problem: Problem) -> int:
-    return problem.experts + 1
+def kernel(name: str) -> Any:
+    """The @triton.jit function of this name."""
+    from backends import triton_kernel, triton_prepare
+
+    return getattr(triton_prepare if name == "prepare_kernel" else triton_kernel, name)
 
 
-def plan_constants(problem: Problem, block_m: int, popularity: str = "none") -> dict[str, Any]:
-    """Compile-time arguments of `plan_kernel`. popularity: its POPULARITY, see `popularity_of`."""
+def planners(problem: Problem) -> int:
+    """Programs of `prepare_kernel` that plan."""
+    return 1 if problem.slots <= FEW_SLOTS else problem.experts + 1
+
+
+def prepare_grid(problem: Problem) -> int:
+    return planners(problem) + (problem.tokens if problem.scales_x else 0)
+
+
+def prepare_constants(problem: Problem, block_m: int, popularity: str = "none", *, x_stride: int) -> dict[str, Any]:
+    """Compile-time arguments of `prepare_kernel`. popularity: as `popularity_of` has it; x_stride: in elements."""
+    few = problem.slots <= FEW_SLOTS
+    scaled = problem.scales_x
     return {
         "E": problem.experts,
         "MAX_TILE_ROWS": problem.max_tile_rows(block_m),
         "BLOCK_M": block_m,
         "BUCKETS": max(16, 1 << problem.experts.bit_length()),
-        "CHUNK": 1024 if problem.slots > 128 else 128,
+        "CHUNK": max(16, power_of_two(problem.slots)) if few else 128 if problem.slots <= 128 else 1024,
         "POPULARITY": popularity,
+        "PLANNERS": planners(problem),
+        "SCALED_X": scaled,
+        # Without scaling these say nothing, and must not tell two variants apart.
+        "x_stride": x_stride if scaled else 0,
+        "K": problem.k if scaled else 0,
+        "K_CHUNK": min(ROW_CHUNK, max(256, power_of_two(problem.k))) if scaled else 0,
+        "num_warps": 8 if few or scaled else 4,
     }
+
+
+def power_of_two(least: int) -> int:
+    """The least power of two that is no less than this, for 1 or more."""
+    return 1 << (least - 1).bit_length()
 
 
 def popularity_of(order: str, popularity: Any) -> str:
@@ -162,20 +194,13 @@ def popularity_of(order: str, popularity: Any) -> str:
     return "counts" if popularity is None else "given"
 
 
-def scale_constants(problem: Problem, x_stride: int) -> dict[str, Any]:
-    """Compile-time arguments of `scale_kernel`."""
-    return {"x_stride": x_stride, "K": problem.k, "CHUNK": 1024}
-
-
 def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
     """Compile the GEMM kernel for sm_90 without a device: compact x and w, pointers aligned to 16 bytes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from backends import triton_kernel
-
-    kernel = triton_kernel.moe_gemm_kernel
+    gemm = kernel("moe_gemm_kernel")
     constants = gemm_constants(
         problem, order, config, x_stride=problem.k, w_stride_e=problem.n * problem.k, w_stride_n=problem.k
     )
@@ -196,9 +221,9 @@ def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
         "slots": "i32",
         **dict.fromkeys(constants, "constexpr"),
     }
-    pointers = [index for index, name in enumerate(kernel.arg_names) if name.endswith("_ptr")]
+    pointers = [index for index, name in enumerate(gemm.arg_names) if name.endswith("_ptr")]
     source = ASTSource(
-        fn=kernel,
+        fn=gemm,
         signature=signature,
         constexprs=constants,
         attrs={(index,): [["tt.divisibility", 16]] for index in pointers},

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TRITON, PLAN_JAX = "backends/triton_kernel.py", "backends/jax_plan.py"
+TRITON, PREPARE, PLAN_JAX = "backends/triton_kernel.py", "backends/triton_prepare.py", "backends/jax_plan.py"
 PALLAS, MOSAIC = "backends/pallas_triton.py", "backends/pallas_mosaic.py"
 
 
@@ -75,10 +75,9 @@ MUTANTS = (
     Mutant("split: place of a part in 32 bits", TRITON, "sums_ptrs += tl.cast(slots, tl.int64) * N", "sums_ptrs += slots * N", ("tests/test_compile_only.py", "-k", "small_kernels")),
     Mutant("split: additions ordered", TRITON, 'sem="relaxed"', 'sem="acq_rel"', compiled(T, "split_k and fp16-atomic")),
     Mutant("popular: next expert's tiles", TRITON, "span_ptr = tile_span_ptr + 2 * (pid // tile_cols)", "span_ptr = tile_span_ptr + 2 * (pid // tile_cols + 1)", ("tests/test_tile_order.py", "-k", "triton_equals and popular")),
-    Mutant("popular: span off by one", TRITON, "+ 1, own_rows, mask", "+ 1, own_rows + 1, mask", ("tests/test_planning.py", "-k", "triton and larger_plans and 40-2-15")),
-    Mutant("popular: span off by one, seen in y", TRITON, "+ 1, own_rows, mask", "+ 1, own_rows + 1, mask", gemm(T, "many-rows and fp16 and popular")),
-    Mutant("popular: ties by falling number", TRITON, "((heat == own_heat) & before)", "((heat == own_heat) & (buckets > bucket))", ("tests/test_planning.py", "-k", "triton and larger_plans and 40-2-15")),
-    Mutant("popular: given popularity not read", TRITON, 'if POPULARITY == "given":', 'if POPULARITY == "":', ("tests/test_planning.py", "-k", "triton and larger_plans and 40-2-15")),
+    Mutant("popular: span off by one", PREPARE, "+ 1, own_rows, mask=start", "+ 1, own_rows + 1, mask=start", ("tests/test_planning.py", "-k", "triton and larger_plans and 40-2-15")),
+    Mutant("popular: ties by falling number", PREPARE, "((heat == own_heat) & before)", "((heat == own_heat) & (buckets > bucket))", ("tests/test_planning.py", "-k", "triton and larger_plans and 40-2-15")),
+    Mutant("popular: given popularity not read", PREPARE, '"given":\n            heat = tl.load(popularity_ptr + buckets', '"":\n            heat = tl.load(popularity_ptr + buckets', ("tests/test_planning.py", "-k", "triton and larger_plans and 40-2-15")),
     Mutant("dropped channel scale", TRITON, "acc *= w_scale[:, None] if SWAP_AB else w_scale[None, :]", "acc *= 1.0", gemm(T, "ragged and w8a16-channel")),
     Mutant("channel scale of another expert", TRITON, "w_scale_ptr + expert.to(tl.int64) * N + n_read", "w_scale_ptr + n_read", gemm(T, "ragged and w8a16-channel")),
     Mutant("block scale row wrong", TRITON, "+ n_read // 128) * scale_cols", "+ n_read // 256) * scale_cols", gemm(T, "scale-blocks and block")),
@@ -91,12 +90,23 @@ MUTANTS = (
     Mutant("expert offset in 32 bits", TRITON, "expert.to(tl.int64) * w_stride_e", "expert * w_stride_e", compiled(T, "offsets")),
     Mutant("row offset in 32 bits", TRITON, "y_rows = y_ptr + slot.to(tl.int64) * N", "y_rows = y_ptr + slot * N", compiled(T, "offsets")),
     Mutant("FP8 widened before the product", TRITON, 'if SCALES != "none" and not QUANTISED_X:', 'if SCALES != "none":\n            x = x.to(tl.float16)', compiled(T, "test_compiles and w8a8-channel")),
-    Mutant("plan: padding off by one", TRITON, "first_row * BLOCK_M + own_count, end_row", "first_row * BLOCK_M + own_count + 1, end_row", ("tests/test_planning.py", "-k", "triton")),
-    Mutant("plan: a tile row too many", TRITON, "rows = (counts + BLOCK_M - 1) // BLOCK_M", "rows = counts // BLOCK_M + 1", ("tests/test_planning.py", "-k", "triton")),
-    Mutant("plan: ranks from one", TRITON, "tl.cumsum(mine.to(tl.int32), 0) - 1", "tl.cumsum(mine.to(tl.int32), 0)", ("tests/test_planning.py", "-k", "triton")),
-    Mutant("plan: unused tile rows keep an expert", TRITON, "end_row = MAX_TILE_ROWS\n", "end_row = end_row\n", ("tests/test_planning.py", "-k", "triton")),
-    Mutant("token scale off by a factor of 2", TRITON, "> 0x600000)", "> 0x700000)", ("tests/test_fp8.py", "-k", "triton")),
-    Mutant("NaN token not marked", TRITON, 'tl.where(tl.max(not_finite, 0) > 0, float("nan"), scale)', "scale", ("tests/test_fp8.py", "-k", "triton")),
+    Mutant("plan: padding off by one", PREPARE, "first_row * BLOCK_M + own_count, end_row", "first_row * BLOCK_M + own_count + 1, end_row", ("tests/test_planning.py", "-k", "triton")),
+    Mutant("plan: a tile row too many", PREPARE, "rows = (counts + BLOCK_M - 1) // BLOCK_M", "rows = counts // BLOCK_M + 1", ("tests/test_planning.py", "-k", "triton")),
+    Mutant("plan: ranks from one", PREPARE, "tl.cumsum(mine.to(tl.int32), 0) - 1", "tl.cumsum(mine.to(tl.int32), 0)", ("tests/test_planning.py", "-k", "triton")),
+    Mutant("plan: unused tile rows keep an expert", PREPARE, "end_row = MAX_TILE_ROWS\n", "end_row = end_row\n", ("tests/test_planning.py", "-k", "triton")),
+    Mutant("few slots: padding is a slot", PREPARE, "tl.store(sorted_slot_ptr + place, slots,", "tl.store(sorted_slot_ptr + place, slots - 1,", ("tests/test_planning.py", "-k", "triton and not buckets")),
+    Mutant("few slots: unused tile rows keep an expert", PREPARE, "tl.store(tile_expert_ptr + slot, -1, mask=unused)", "tl.store(tile_expert_ptr + slot, 0, mask=unused)", ("tests/test_planning.py", "-k", "triton and not buckets")),
+    Mutant("few slots: ranks from one", PREPARE, "(slot[:, None] < slot[None, :])", "(slot[:, None] <= slot[None, :])", ("tests/test_planning.py", "-k", "triton and not buckets")),
+    Mutant("few slots: one tile row a bucket", PREPARE, "opens = valid & (rank % BLOCK_M == 0)", "opens = valid & (rank == 0)", ("tests/test_planning.py", "-k", "triton and not buckets")),
+    Mutant("few slots: what is no slot opens a tile row", PREPARE, "opens = valid & (rank % BLOCK_M == 0)", "opens = rank % BLOCK_M == 0", ("tests/test_planning.py", "-k", "triton and not buckets")),
+    Mutant("few slots: given popularity not read", PREPARE, '"given":\n            heat = tl.load(popularity_ptr + bucket,', '"":\n            heat = tl.load(popularity_ptr + bucket,', ("tests/test_planning.py", "-k", "triton and not buckets")),
+    Mutant("few slots: popularity negated", PREPARE, "0x7FFFFFFF, ~heat)", "0x7FFFFFFF, -heat)", ("tests/test_planning.py", "-k", "triton and not buckets")),
+    Mutant("few slots: -1 rows by popularity", PREPARE, "tl.where(bucket == E, 0x7FFFFFFF, ~heat)", "(~heat)", ("tests/test_planning.py", "-k", "triton and not buckets")),
+    Mutant("few slots: span off by one", PREPARE, "+ 1, own_rows, mask=opens)", "+ 1, own_rows + 1, mask=opens)", ("tests/test_planning.py", "-k", "triton and not buckets")),
+    Mutant("few slots: span off by one, seen in y", PREPARE, "+ 1, own_rows, mask=opens)", "+ 1, own_rows + 1, mask=opens)", gemm(T, "many-rows and fp16 and popular")),
+    Mutant("second chunk of a row taken for the first", PREPARE, "if CHUNK < K:", "if False:", ("tests/test_fp8.py", "-k", "triton and row_lengths")),
+    Mutant("token scale off by a factor of 2", PREPARE, "> 0x600000)", "> 0x700000)", ("tests/test_fp8.py", "-k", "triton")),
+    Mutant("NaN token not marked", PREPARE, 'tl.where(tl.max(not_finite, 0) > 0, float("nan"), scale)', "scale", ("tests/test_fp8.py", "-k", "triton")),
     # Planning and quantisation in jax.numpy
     Mutant("jax plan: equal ranks", PLAN_JAX, "(slot[None, :] < slot[:, None])", "(slot[None, :] < slot[:, None] - 1)", ("tests/test_planning.py", "-k", "jax")),
     Mutant("jax plan: -1 rows first", PLAN_JAX, "experts, ids)\n", "0, ids)\n", ("tests/test_planning.py", "-k", "jax")),

@@ -6,6 +6,7 @@ numbers are chosen so that its offsets pass 2**31 and its tails are ragged.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -220,27 +221,53 @@ def test_the_deepest_pipeline_that_is_accepted_fits(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel_name", ["plan_kernel", "scale_kernel", "moe_gemm_kernel_zero", "moe_gemm_kernel_reduce"]
+    ("variant", "popularity", "tokens"),
+    [
+        ("fp16", "none", 8),
+        ("fp16", "given", 70_000),
+        ("fp8-w8a8-channel", "counts", 8),
+        ("fp8-w8a8-channel", "given", 8),
+        ("fp8-w8a8-channel", "none", 70_000),
+    ],
 )
-def test_small_kernels_compile(kernel_name: str) -> None:
-    """The Triton kernels that come before the GEMM and after it, for DeepSeek-V3's 256 experts."""
+def test_preparing_compiles(variant: str, popularity: str, tokens: int) -> None:
+    """For DeepSeek-V3's 256 experts: each way to plan, alone and beside the scaling of a row of x that is long."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from backends import triton_kernel, triton_launch
+    from backends import triton_launch
+    from backends.compiled import compile_ptx
+
+    problem = dataclasses.replace(problem_of(variant), experts=256, tokens=tokens, k=14336)
+    kernel = triton_launch.kernel("prepare_kernel")
+    constants = triton_launch.prepare_constants(problem, 16, popularity, x_stride=problem.k)
+    options = {"num_warps": constants.pop("num_warps")}
+    signature = dict.fromkeys(kernel.arg_names, "*i32") | dict.fromkeys(constants, "constexpr") | {"slots": "i32"}
+    if problem.scales_x:
+        signature |= {"x_ptr": "*bf16", "scaled_ptr": "*fp8e4nv", "x_scale_ptr": "*fp32"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    report = compile_ptx(code.asm["ptx"], code.metadata.shared)
+    assert report.spills == 0
+    assert report.registers * 32 * options["num_warps"] <= REGISTERS
+    # One program of few slots compares them in pairs; a program of a bucket counts by additions in shared memory.
+    assert bool(re.search(r"\batom\.\S*shared\S*\.add", report.ptx)) == (tokens > 8)
+
+
+@pytest.mark.parametrize("kernel_name", ["moe_gemm_kernel_zero", "moe_gemm_kernel_reduce"])
+def test_small_kernels_compile(kernel_name: str) -> None:
+    """The Triton kernels beside a GEMM with a split K."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from backends import triton_launch
     from backends.compiled import compile_ptx
 
     problem = problem_of("fp8-w8a8-block")
-    kernel = getattr(triton_kernel, kernel_name)
-    if kernel_name == "plan_kernel":
-        constants = triton_launch.plan_constants(problem, 16, "given")
-        names = ("topk_ids", "popularity", "sorted_slot", "tile_expert", "tile_rows", "tile_span")
-        pointers = {f"{name}_ptr": "*i32" for name in names} | {"slots": "i32"}
-    elif kernel_name == "scale_kernel":
-        constants = triton_launch.scale_constants(problem, problem.k)
-        pointers = {"x_ptr": "*bf16", "scaled_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
-    elif kernel_name == "moe_gemm_kernel_zero":
+    kernel = triton_launch.kernel(kernel_name)
+    if kernel_name == "moe_gemm_kernel_zero":
         constants = triton_launch.zero_constants(problem)
         pointers = {"sums_ptr": "*bf16", "slots": "i32"}
     else:
@@ -254,8 +281,7 @@ def test_small_kernels_compile(kernel_name: str) -> None:
     report = compile_ptx(code.asm["ptx"], code.metadata.shared)
     assert report.spills == 0
     assert report.registers <= 255
-    if "sums_ptr" in pointers:  # PARTS * S * N and S * N pass 2**31
-        assert_wide(report.ptx, problem.n, 2)
+    assert_wide(report.ptx, problem.n, 2)  # PARTS * S * N and S * N pass 2**31
 
 
 def test_matrix_instructions_are_told_apart() -> None:
@@ -291,4 +317,4 @@ def test_split_k_of_one_slot_lowers(reduction: str) -> None:
 
     module = xla_compile.lower(call, xla_compile.argument_types(problem)).compiler_ir()
     kernels = [str(op.attributes["call_target_name"]) for op in xla_compile.custom_calls(module)]
-    assert len(kernels) >= 3  # plan, GEMM, reduction
+    assert len(kernels) >= 3  # prepare, GEMM, reduction

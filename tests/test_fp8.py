@@ -88,7 +88,7 @@ def test_weights_come_back_within_half_a_step(w: np.ndarray) -> None:
 
 
 def triton_scale(x: np.ndarray, target: str) -> tuple[np.ndarray, np.ndarray]:
-    """`scale_kernel`, into arrays that hold other bytes beforehand."""
+    """`prepare_kernel`, x into arrays that hold other bytes beforehand."""
     import torch
 
     from backends import torch_triton, triton_launch
@@ -99,7 +99,11 @@ def triton_scale(x: np.ndarray, target: str) -> tuple[np.ndarray, np.ndarray]:
     scaled = torch.full(x.shape, 9.0, device=tensor.device).to(getattr(torch, target))
     scale = torch.full((x.shape[0],), 7.0, device=tensor.device)
     problem = Problem.of("fp8-w8a8", tokens=x.shape[0], experts=1, n=1, k=x.shape[1], top_k=1)
-    launch("scale_kernel", x.shape[0], (tensor, scaled, scale), triton_launch.scale_constants(problem, x.shape[1]))
+    constants = triton_launch.prepare_constants(problem, 16, x_stride=x.shape[1])
+    ids = torch.zeros((x.shape[0], 1), dtype=torch.int32, device=tensor.device)
+    plan = torch.empty((3, 16 * problem.max_tile_rows(16)), dtype=torch.int32, device=tensor.device)
+    arguments = (ids, ids, *plan, plan[0], tensor, scaled, scale, problem.slots)
+    launch("prepare_kernel", triton_launch.prepare_grid(problem), arguments, constants)
     return arrays.to_host(scaled), arrays.to_host(scale)
 
 
@@ -225,9 +229,9 @@ def test_same_bytes_for_any_bits(scale_tokens: ScaleTokens, bits: np.ndarray, wh
 @NUMERICS
 @EVERY_IMPLEMENTATION
 @EVERY_TARGET
-@pytest.mark.parametrize("k", [1, 33, 1023, 1024, 1025, 2880])
+@pytest.mark.parametrize("k", [1, 33, 256, 257, 2880, 16384, 16385])
 def test_same_bytes_at_row_lengths(scale_tokens: ScaleTokens, dtype: str, target: str, k: int) -> None:
-    """Row lengths around the kernel's chunk of 1024; the largest value last."""
+    """Row lengths around the kernel's least chunk of 256 and its largest of 16384; the largest value last."""
     x = np.random.default_rng(k).standard_normal((3, k)).astype(float_dtype(dtype))
     x[:, -1] = 300
     assert_same_bytes(scale_tokens, x, target)

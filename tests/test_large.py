@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import backends
-from backends import triton_kernel, triton_launch
+from backends import triton_kernel, triton_launch, triton_prepare
 from backends.compiled import compile_ptx
 from shared.config import Config
 from shared.problem import Problem
@@ -42,7 +42,7 @@ BIG = {"tokens": 300_000, "experts": 128, "n": 4100, "k": 7208, "top_k": 2}
 
 
 def load_kernels(source: str, folder: Path) -> ModuleType:
-    """backends/triton_kernel.py with another text. Triton reads a kernel's source from its file."""
+    """A kernel file with another text. Triton reads a kernel's source from its file."""
     path = folder / "kernels_under_test.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -59,16 +59,18 @@ def gemm_ptx(kernels: ModuleType, problem: Problem, config: Config, patch: pytes
 
 
 def scale_ptx(kernels: ModuleType, problem: Problem) -> str:
-    """scale_kernel, bfloat16 to e4m3."""
+    """prepare_kernel, bfloat16 to e4m3."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = triton_launch.scale_constants(problem, problem.k)
-    signature = {"x_ptr": "*bf16", "scaled_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+    constants = triton_launch.prepare_constants(problem, 16, x_stride=problem.k)
+    options = {"num_warps": constants.pop("num_warps")}
+    signature = dict.fromkeys(kernels.prepare_kernel.arg_names, "*i32")
+    signature |= {"x_ptr": "*bf16", "scaled_ptr": "*fp8e4nv", "x_scale_ptr": "*fp32", "slots": "i32"}
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=kernels.scale_kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    source = ASTSource(fn=kernels.prepare_kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
 def assert_offsets_wide(ptx: str, problem: Problem) -> None:
@@ -144,10 +146,10 @@ def test_an_offset_of_32_bits_is_noticed(fault: str | None, tmp_path: Path, monk
 @pytest.mark.compile_only
 @pytest.mark.parametrize("faulty", [False, True])
 def test_scaling_reads_rows_by_64_bit_offsets(faulty: bool, tmp_path: Path) -> None:
-    source = Path(triton_kernel.__file__).read_text()
-    old = "token = tl.program_id(0).to(tl.int64)"
+    source = Path(triton_prepare.__file__).read_text()
+    old = "token = (program - PLANNERS).to(tl.int64)"
     assert source.count(old) == 1
-    kernels = load_kernels(source.replace(old, "token = tl.program_id(0)") if faulty else source, tmp_path)
+    kernels = load_kernels(source.replace(old, "token = program - PLANNERS") if faulty else source, tmp_path)
     problem = problem_of("fp8-w8a8-block", **BIG)
     ptx = scale_ptx(kernels, problem)
     assert compile_ptx(ptx).spills == 0

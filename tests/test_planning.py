@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -146,8 +147,13 @@ Popularity = np.ndarray | str | None
 """What a plan orders experts by: given (E,), "counts" of this routing, or None, their numbers."""
 
 
-def triton_plan(ids: np.ndarray, experts: int, block_m: int, popularity: Popularity = None) -> Plan:
-    """`plan_kernel`, into arrays that hold 0x7f bytes beforehand."""
+def triton_plan(
+    ids: np.ndarray, experts: int, block_m: int, popularity: Popularity = None, *, few_slots: int | None = None
+) -> Plan:
+    """`prepare_kernel` without scaling, into arrays that hold 0x7f bytes beforehand.
+
+    few_slots: up to how many one program plans; None: as it is used.
+    """
     import torch
 
     from backends import torch_triton, triton_launch
@@ -161,8 +167,12 @@ def triton_plan(ids: np.ndarray, experts: int, block_m: int, popularity: Popular
     topk_ids = torch.from_numpy(ids).to(device)
     by = popularity if isinstance(popularity, str) else "none" if popularity is None else "given"
     heat = torch.from_numpy(popularity).to(device) if isinstance(popularity, np.ndarray) else topk_ids
-    constants = triton_launch.plan_constants(problem, block_m, by)
-    launch("plan_kernel", triton_launch.plan_grid(problem), (topk_ids, heat, *made, problem.slots), constants)
+    arguments = (topk_ids, heat, *made, topk_ids, topk_ids, topk_ids, problem.slots)
+    with pytest.MonkeyPatch.context() as patch:
+        if few_slots is not None:
+            patch.setattr(triton_launch, "FEW_SLOTS", few_slots)
+        constants = triton_launch.prepare_constants(problem, block_m, by, x_stride=1)
+        launch("prepare_kernel", triton_launch.prepare_grid(problem), arguments, constants)
     arrays = [array.cpu().numpy() for array in made]
     if by == "none":
         assert np.all(arrays[3] == 0x7F7F7F7F), "only order popular pays for tile_span"
@@ -195,16 +205,21 @@ def assert_equal(made: Plan, ids: np.ndarray, experts: int, block_m: int, popula
 
 Planner = Callable[..., Plan]
 """(ids, experts, block_m, popularity=None)."""
-PLANNERS = {"triton": triton_plan, "jax": jax_plan}
+TRITON_PLANNERS = {"triton": triton_plan, "triton-buckets": functools.partial(triton_plan, few_slots=0)}
+"""As it is used, and with a program a bucket however few the slots."""
+PLANNERS = {**TRITON_PLANNERS, "jax": jax_plan}
 EVERY_PLANNER = pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS.keys())
 
 
 @NUMERICS
+@pytest.mark.parametrize("planner", TRITON_PLANNERS.values(), ids=TRITON_PLANNERS.keys())
 @given(routing=routings(), block_m=BLOCK_M, data=st.data())
 @settings(max_examples=40)
-def test_triton_plan_equals_specification(routing: tuple[np.ndarray, int], block_m: int, data: st.DataObject) -> None:
+def test_triton_plan_equals_specification(
+    planner: Planner, routing: tuple[np.ndarray, int], block_m: int, data: st.DataObject
+) -> None:
     popularity = data.draw(st.sampled_from([None, "counts"]) | popularities(routing[1]))
-    assert_equal(triton_plan(*routing, block_m, popularity), *routing, block_m, popularity)
+    assert_equal(planner(*routing, block_m, popularity), *routing, block_m, popularity)
 
 
 @NUMERICS
@@ -235,6 +250,8 @@ def test_jax_plan_equals_specification(ids: np.ndarray, block_m: int, popularity
     [
         (1, 1, 1, "the least of everything"),
         (3, 2, 64, "more experts than slots"),
+        (64, 1, 2, "as many slots as one program plans, in more tile rows than experts"),
+        (13, 5, 70, "one slot more, and more experts than slots"),
         (129, 1, 5, "one past the chunk in which the kernel reads ids"),
         (1100, 1, 3, "more than one chunk of 1024"),
         (700, 3, 8, "more than the 2048 slots up to which the JAX plan counts instead of sorting"),

@@ -88,5 +88,5 @@ def test_a_failing_kernel_leaves_the_language_as_it_was() -> None:
     language = triton_interpreter._language()
     before = [dict(vars(owner)) for owner in language]
     with pytest.raises(Exception, match=r"missing|argument"):
-        triton_interpreter.launch("plan_kernel", 1)
+        triton_interpreter.launch("prepare_kernel", 1)
     assert replaced(language, before) == []

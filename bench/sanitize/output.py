@@ -81,7 +81,8 @@ def parse(text: str) -> Output:
 @functools.cache
 def own_kernels() -> tuple[str, ...]:
     """Names by which our kernels are known in a finding; the rest are the framework's."""
-    triton_source = (ROOT / "backends" / "triton_kernel.py").read_text(encoding="utf-8")
+    files = ("triton_prepare.py", "triton_kernel.py")
+    triton_source = "".join((ROOT / "backends" / file).read_text(encoding="utf-8") for file in files)
     names = [registry.load(name).KERNEL_NAME for name in registry.BACKENDS]
     return tuple(dict.fromkeys((*names, *re.findall(r"^def (\w+_kernel)\(", triton_source, re.MULTILINE), "planted_")))
 

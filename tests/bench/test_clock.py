@@ -53,11 +53,11 @@ def test_cupti_clock_gives_names_and_seconds_in_order() -> None:
     clock = CuptiClock(cupti)
     cupti.launch("before", 5)
     clock.reset()
-    cupti.launch("plan_kernel", 1500)
+    cupti.launch("prepare_kernel", 1500)
     cupti.launch("", 500, Kind.MEMSET)
     cupti.launch("moe_gemm_kernel", 57000)
     records = clock.records()
-    assert names(records) == ["plan_kernel", "[memset]", "moe_gemm_kernel"]
+    assert names(records) == ["prepare_kernel", "[memset]", "moe_gemm_kernel"]
     assert total(select(records, "moe_gemm")) == pytest.approx(57e-6)
     assert total(records) == pytest.approx(59e-6)
     assert clock.records() == []
@@ -124,11 +124,11 @@ def test_timer_counts_the_kernel_alone_and_leaves_the_flush_out() -> None:
     timer = GpuTimer(CuptiClock(cupti), lambda: None, "moe_gemm")
     cupti.launch("bench_read_kernel", 60000)
     start = timer()
-    cupti.launch("plan_kernel", 2000)
+    cupti.launch("prepare_kernel", 2000)
     cupti.launch("moe_gemm_kernel", 57000)
     assert timer() - start == pytest.approx(57e-6)
     assert timer.totals == [pytest.approx(59e-6)]
-    assert timer.kernels == ["plan_kernel", "moe_gemm_kernel"]
+    assert timer.kernels == ["prepare_kernel", "moe_gemm_kernel"]
 
 
 def test_timer_of_a_peer_counts_all_its_kernels() -> None:
@@ -165,7 +165,7 @@ def test_late_records_are_waited_for_and_a_late_flush_is_left_out() -> None:
     for _ in range(2):
         cupti.launch("bench_read_kernel", 60000)
         start = timer()
-        cupti.launch("plan_kernel", 2000)
+        cupti.launch("prepare_kernel", 2000)
         cupti.launch("moe_gemm_kernel", 57000)
         assert timer() - start == pytest.approx(57e-6)
     assert timer.totals == pytest.approx([59e-6, 59e-6])

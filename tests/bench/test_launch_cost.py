@@ -58,7 +58,7 @@ def test_a_cell_that_fails_is_told_and_the_others_go_on(tmp_path: Path, monkeypa
 
 def test_gaps_and_names_come_from_the_records() -> None:
     records = [
-        KernelRecord("plan_kernel", 2e-6, 1.0),
+        KernelRecord("prepare_kernel", 2e-6, 1.0),
         KernelRecord("moe_gemm_kernel", 40e-6, 1.0 + 3e-6),
         KernelRecord("moe_gemm_kernel_reduce", 1e-6, 1.0 + 44.5e-6),
     ]
@@ -73,7 +73,7 @@ def test_gaps_and_names_come_from_the_records() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bench.clock.settle", settled)
         kernels, gaps = launch_cost._recorded(contender, device, lambda: calls.append(1), flush=True)
-    assert kernels == {"plan_kernel": 2.0, "moe_gemm_kernel": 40.0, "moe_gemm_kernel_reduce": 1.0}
+    assert kernels == {"prepare_kernel": 2.0, "moe_gemm_kernel": 40.0, "moe_gemm_kernel_reduce": 1.0}
     assert gaps == pytest.approx(2.5, abs=0.01)
     assert launch_cost._of_name(kernels, "moe_gemm_kernel") == 41.0
 
@@ -115,13 +115,13 @@ def test_the_command_refuses_clearly_and_prints_a_file(tmp_path: Path, monkeypat
     assert "does not exist" in missing.stderr
     row = {
         "id": "a", "case": "c", "dtype": "fp16", "backend": "torch-triton",
-        "us": {"kernel": 40.25, "layer_overhead": 3.5}, "kernels": {"plan_kernel": 1.5, "moe_gemm_kernel": 40.25},
+        "us": {"kernel": 40.25, "layer_overhead": 3.5}, "kernels": {"prepare_kernel": 1.5, "moe_gemm_kernel": 40.25},
         "host_us": {"door": 9.0}, "gpu": "NVIDIA H200",
         "date": "2026-01-02", "versions": dict.fromkeys(("torch", "triton", "jax", "jax-triton"), "1"),
     }  # fmt: skip
     (tmp_path / launch_cost.FILE).write_text(json.dumps(row) + "\n")
     printed = runner.invoke(app, ["launch", "--from", str(tmp_path / launch_cost.FILE)])
-    assert "moe_gemm_kernel 40.2, plan_kernel 1.5" in printed.stdout
+    assert "moe_gemm_kernel 40.2, prepare_kernel 1.5" in printed.stdout
     block = evidence.BLOCKS["launch-cost"](tmp_path, {})
     assert "| c | fp16 | torch-triton | 40.2 |" in block
     assert "| 3.5 |" in block
