@@ -273,6 +273,14 @@ SPLIT = Case(
     ids=_ids(*[(1, 1)] * 9, (0, -1), (-1, -1), (2, 0)), experts=3, n=72, k=200, config=SMALL.replace(split_k=5),
 )  # fmt: skip
 
+TALL = Case(
+    name="tall-tiles",
+    reason="tiles of 48 rows (32 and 16): 32 slots, which leave the tail empty, 33, which begin it, 97 in three tiles, "
+    "the last with one slot, 40 without an expert; N and K no multiple of a tile",
+    ids=np.random.default_rng(1).permutation(np.repeat([0, 1, 2, -1], (32, 33, 97, 40))).astype(np.int32)[:, None],
+    experts=3, n=72, k=40, config=SMALL.replace(block_m=48),
+)  # fmt: skip
+
 FULL = ("ragged", "many-rows")
 """Cases that run in every order x variant. The others take turns, so that each runs in a 16-bit and an FP8 variant and
 all orders and variants are met; what is left of the product is marked slow."""

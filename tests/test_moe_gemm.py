@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import pytest
 import backends
 from backends import arrays
 from shared import fp8
-from shared.config import REDUCTIONS
+from shared.config import REDUCTIONS, Config
 from shared.orders import ORDERS
 from shared.reference import moe_gemm_reference
 from tests import cases
@@ -97,6 +98,47 @@ def test_split_k_again_with_other_data(backend: str, reduction: str) -> None:
     y = run(backend, first, "column", config, fill=7.0)
     check(run(backend, halved, "column", config, fill=7.0), halved, parts)
     check(y, first, parts)
+
+
+def tall() -> Iterator[object]:
+    """backend, variant, order, changes of the config; few of them by default."""
+    few = {
+        ("torch-triton", "bf16", True), ("torch-triton", "fp8-w8a16-channel", True),
+        ("torch-triton", "fp8-w8a8-block", False), ("jax-triton", "fp8-w8a8-channel", True),
+        ("pallas-triton", "fp16", False), ("pallas-triton", "fp8-w8a16-block", True),
+    }  # fmt: skip
+    for i, variant in enumerate(VARIANTS):
+        for swap_ab in (True, False):
+            for backend in ("torch-triton", "jax-triton", "pallas-triton"):
+                order = ORDERS[(i + swap_ab) % len(ORDERS)]
+                marks = () if (backend, variant, swap_ab) in few else (pytest.mark.slow,)
+                name = f"{variant}-{order}-{'swap-' if swap_ab else ''}{backend}"
+                yield pytest.param(backend, variant, order, {"swap_ab": swap_ab}, marks=marks, id=name)
+    for reduction in REDUCTIONS:
+        changes = {"split_k": 2, "reduction": reduction}
+        for backend, marks in (("torch-triton", ()), ("pallas-triton", (pytest.mark.slow,))):
+            name = f"split-{reduction}-{backend}"
+            yield pytest.param(backend, "fp8-w8a16-channel", "row", changes, marks=marks, id=name)
+
+
+@NUMERICS
+@pytest.mark.parametrize(("backend", "variant", "order", "changes"), list(tall()))
+def test_tiles_of_two_blocks_of_rows(backend: str, variant: str, order: str, changes: dict[str, Any]) -> None:
+    """pallas-mosaic's tall tiles are another thing: tests/test_mosaic.py."""
+    data = cases.data_of(cases.TALL, variant)
+    config = cases.TALL.config.replace(**changes)
+    check(run(backend, data, order, config), data, config.rounded_parts(data.problem.k))
+
+
+@pytest.mark.parametrize("backend", ["torch-triton", "jax-triton", "pallas-triton"])
+def test_rows_that_are_not_two_blocks_are_refused(backend: str) -> None:
+    problem = cases.TALL.problem("fp16")
+    unsupported = backends.load(backend).unsupported
+    assert all(unsupported(problem, Config(block_m=m, block_n=64, block_k=64)) is None for m in (16, 48, 96, 128, 160))
+    for rows in (112, 176, 208):
+        reason = unsupported(problem, Config(block_m=rows, block_n=64, block_k=64))
+        assert reason is not None
+        assert f"config.block_m: got {rows}" in reason
 
 
 @NUMERICS
