@@ -21,6 +21,8 @@ WARP_GROUP_ROWS = 64
 """Rows of the left operand that one warp-group multiplies at once."""
 TMA_ALIGNMENT = 16
 """Bytes that the rows of a descriptor start at multiples of."""
+REGISTERS = 65536
+"""Of an SM."""
 BLOCK_RESERVE = 1024
 """Bytes of shared memory that a thread block takes beside its own, on Hopper."""
 INTERPRETED_PROGRAMS = 3
@@ -97,12 +99,14 @@ def moe_gemm(
     strides = (torch_triton._row_stride(x), *w.stride()[:2])
     work = torch_triton._work(problem, order, config, "none", *strides, x.dtype, w.dtype, x.device)
     given = {"x": x, "w": w, "topk_ids": topk_ids.contiguous(), "w_scale": w_scale}
-    buffers = given | {name: torch.empty(shape, device=x.device, dtype=dtype) for name, shape, dtype in work.buffers}
+    buffers: dict[str, Any] = given | {
+        name: torch.empty(shape, device=x.device, dtype=dtype) for name, shape, dtype in work.buffers
+    }
     launch = torch_triton._launch_interpreted if interpret else torch_triton._launch
     *before, gemm = work.steps
     for step in before:
         launch(step.kernel, step.grid, (*(buffers[name] for name in step.buffers), *step.numbers), step.constants)
-    arguments = [buffers[name] for name in gemm.buffers] + list(gemm.numbers)
+    arguments: list[Any] = [buffers[name] for name in gemm.buffers] + list(gemm.numbers)
     k = problem.k
     if variant.tma:
         arguments[1] = TensorDescriptor(w, [w.shape[0] * w.shape[1], k], [k, 1], [config.block_n, config.block_k])
@@ -116,11 +120,11 @@ def moe_gemm(
                             arguments, constants)  # fmt: skip
     else:
         _launch(variant, grid, arguments, constants)
-    return buffers["y"]  # type: ignore[return-value]
+    return buffers["y"]
 
 
 def _gathered(x: torch.Tensor, sorted_slot: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """(max_tile_rows * BLOCK_M, K): x's row of each slot of the plan; padding has some row, whose products no one reads.
+    """(max_tile_rows * BLOCK_M, K): x's row of each slot of the plan. Padding has any row, as its products go unread.
 
     Bytes are moved, as torch indexes no FP8.
     """
@@ -143,12 +147,12 @@ _compiling: dict[tuple[object, ...], threading.Lock] = {}
 
 
 def _launch(variant: Variant, grid: int, arguments: list[Any], constants: dict[str, Any]) -> None:
-    """On the current stream. A persistent kernel's grid is what the GPU holds at once, or all tiles if they are fewer."""
+    """On the current stream. A persistent kernel has as many programs as the GPU holds at once, or as tiles."""
     from bench import variant_kernels
 
     kernel = getattr(variant_kernels, variant.kernel)
     dtypes = tuple(argument.dtype for argument in arguments[2:-1])
-    key = (variant, arguments[-1] == 1, *constants.items(), *dtypes)
+    key = (variant, *constants.items(), *dtypes)
     with _compiling.setdefault(key, threading.Lock()):  # else two threads would compile one kernel twice
         if variant.persistent:
             if key not in _programs:
@@ -167,7 +171,7 @@ def _resident_programs(compiled: Any) -> int:
     registers = -(-compiled.n_regs // 8) * 8 * threads
     by = (
         gpu.shared_memory_per_multiprocessor // (compiled.metadata.shared + BLOCK_RESERVE),
-        gpu.regs_per_multiprocessor // registers,
+        REGISTERS // registers,
         gpu.max_threads_per_multi_processor // threads,
     )
     return max(1, min(by)) * gpu.multi_processor_count
