@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from backends import torch_triton, triton_launch
 from backends.compiled import Compiled, compile_ptx
+from shared.checks import ArgumentError, check_name
 from shared.config import Config
 from shared.problem import Problem
 
@@ -82,6 +83,7 @@ def moe_gemm(
     w: torch.Tensor,
     topk_ids: torch.Tensor,
     w_scale: torch.Tensor | None = None,
+    topk_weight: torch.Tensor | None = None,
     *,
     problem: Problem,
     order: str,
@@ -96,9 +98,12 @@ def moe_gemm(
     import torch
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    check_name("order", order, ORDERS)
+    if (reason := unsupported(problem, variant, config)) is not None:
+        raise ArgumentError(reason)
     strides = (torch_triton._row_stride(x), *w.stride()[:2])
     work = torch_triton._work(problem, order, config, "none", *strides, x.dtype, w.dtype, x.device)
-    given = {"x": x, "w": w, "topk_ids": topk_ids.contiguous(), "w_scale": w_scale}
+    given = {"x": x, "w": w, "topk_ids": topk_ids.contiguous(), "w_scale": w_scale, "topk_weight": topk_weight}
     buffers: dict[str, Any] = given | {
         name: torch.empty(shape, device=x.device, dtype=dtype) for name, shape, dtype in work.buffers
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,22 +20,18 @@ import typer
 
 from bench import results
 from bench.cases import _TINY, DEFAULT_DTYPES, Case, Row
-from bench.tables import NOT_MEASURED, markdown
-from bench.terminal import Table, print_table
+from bench.terminal import print_table
 from bench.variant_launch import ORDERS, VARIANTS, moe_gemm, unsupported
+from bench.variant_tables import BASE, FILE, read, summary, table
 from shared.checks import ArgumentError, check_name
 from shared.config import Config
 from shared.models import model
 from shared.problem import Problem
 
-FILE = "variants.jsonl"
-BASE = "base"
 PROBE_ROUNDS = 2
 """Samples of every config; the fastest FINALISTS of each variant get ROUNDS."""
 ROUNDS = 9
 FINALISTS = 2
-SAME = 0.01
-"""Share of base's time within which a variant is called neither faster nor slower."""
 _CASES = (
     ("mixtral-8x7b", "gate-up", (1, 8, 64, 512)),
     ("gpt-oss-120b", "down", (8,)),
@@ -166,9 +161,10 @@ def measure(cell: Cell, names: Sequence[str], data: Any, device: Any) -> list[di
     gpu = "NVIDIA H200" if device.interpret else device.gpu
     tuned = backends.config_for(cell.problem, backend="torch-triton", gpu=gpu)
     attempts = [Attempt(BASE, tuned)]
-    attempts += [Attempt(name, config) for name in names for config in candidates(cell.problem, name, tuned)]
+    most = 1 if device.interpret else None
+    attempts += [Attempt(name, config) for name in names for config in candidates(cell.problem, name, tuned)[:most]]
     contenders = {attempt: contender(cell, attempt, data, device) for attempt in attempts}
-    failed = _compile(contenders, device)
+    failed = {name: _first_line(text) for name, text in _compile(contenders, device).items()}
     errors: dict[Attempt, float] = {}
     samples: dict[Attempt, list[float]] = {}
 
@@ -181,7 +177,7 @@ def measure(cell: Cell, names: Sequence[str], data: Any, device: Any) -> list[di
             if device.lost():
                 raise
             samples.pop(attempt, None)
-            failed[str(attempt)] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+            failed[str(attempt)] = _first_line(f"{type(error).__name__}: {error}")
 
     def checked(attempt: Attempt) -> None:
         found = check(contenders[attempt], data, device, contenders[attempt].eager)
@@ -195,10 +191,10 @@ def measure(cell: Cell, names: Sequence[str], data: Any, device: Any) -> list[di
             attempted(attempt, lambda attempt=attempt: act(attempt))  # type: ignore[misc]
 
     in_turn(attempts, checked)
-    for _ in range(PROBE_ROUNDS):
+    for _ in range(1 if device.interpret else PROBE_ROUNDS):
         in_turn(attempts, timed)
     finalists = [attempt for name in (BASE, *names) for attempt in _fastest(samples, name)[:FINALISTS]]
-    for _ in range(1 if device.interpret else ROUNDS - PROBE_ROUNDS):
+    for _ in range(0 if device.interpret else ROUNDS - PROBE_ROUNDS):
         in_turn(finalists, timed)
 
     rows: list[dict[str, Any]] = []
@@ -222,6 +218,10 @@ def measure(cell: Cell, names: Sequence[str], data: Any, device: Any) -> list[di
         base = rows[0].get("us") if rows else row.get("us")
         rows.append(row | {"base_us": base, "times": times, "failed": why})
     return rows
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0][:300]
 
 
 def _fastest(samples: dict[Attempt, list[float]], name: str) -> list[Attempt]:
@@ -248,77 +248,6 @@ def contender(cell: Cell, attempt: Attempt, data: Any, device: Any) -> Any:
         cell.row(attempt.variant), "torch", call, arguments, to_torch, kernel_name="moe_gemm_kernel",
         config=attempt.config, tile_rows=planning.tile_rows_in_use(data.counts, attempt.config.block_m),
     )  # fmt: skip
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; of one measured twice the last. None where there is no file."""
-    return results.by_id(path) if path.exists() else []
-
-
-# Tables
-
-
-def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A line a cell: base's time in µs, each variant's and its ratio to base, the fastest one's config."""
-    names = [name for name in VARIANTS if any(row["variant"] == name for row in rows)]
-    groups: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["case"], row["dtype"], row["order"]), {})[row["variant"]] = row
-    lines = []
-    for (case, dtype, order), by_name in groups.items():
-        right = [row for row in by_name.values() if "us" in row]
-        best = min(right, key=_ratio) if right else None
-        fastest = "–" if best is None else f"{best['variant']} {Config.from_mapping(best['config'])}"
-        cells_ = [_shown(by_name.get(name), best) for name in (BASE, *names)]
-        lines.append([case, dtype, order, *cells_, fastest])
-    return ["case", "dtype", "order", "base µs", *(f"{name} µs (÷ base)" for name in names), "fastest"], lines
-
-
-def _ratio(row: dict[str, Any]) -> float:
-    return row["us"] / row["base_us"] if row["base_us"] else math.inf
-
-
-def _shown(row: dict[str, Any] | None, best: dict[str, Any] | None) -> str:
-    if row is None:
-        return "–"
-    if "us" not in row:
-        return f"no time: {row['error'][:60]}"
-    ratio = "" if row["variant"] == BASE or not row["base_us"] else f" ({_ratio(row):.3f})"
-    return f"**{row['us']:.1f}{ratio}**" if row is best else f"{row['us']:.1f}{ratio}"
-
-
-def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line a variant: median and range of its ratios to base, and how often it is faster or slower."""
-    lines = []
-    for name, variant in VARIANTS.items():
-        mine = [row for row in rows if row["variant"] == name]
-        ratios = sorted(_ratio(row) for row in mine if "us" in row and row["base_us"])
-        if not mine:
-            continue
-        if not ratios:
-            lines.append(f"- {name}: no time in any of {len(mine)} cells.")
-            continue
-        faster, slower = sum(r < 1 - SAME for r in ratios), sum(r > 1 + SAME for r in ratios)
-        text = (
-            f"- {name}: median {statistics.median(ratios):.3f} of base's time ({ratios[0]:.3f} to {ratios[-1]:.3f}); "
-        )
-        text += f"more than {SAME:.0%} faster in {faster}, slower in {slower} of {len(mine)}"
-        text += f"; no time in {len(mine) - len(ratios)}" if len(ratios) < len(mine) else ""
-        lines.append(text + ("; x gathered beforehand, not in its time." if variant.gathered else "."))
-    return lines
-
-
-def block(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: where and with what, `summary`, `table`."""
-    if not rows:
-        return f"{NOT_MEASURED} On a GPU: `python -m bench variants`."
-    last = rows[-1]
-    versions = ", ".join(f"{name} {last['versions'][name]}" for name in ("torch", "triton"))
-    intro = f"{last['gpu']}, {last['date']}, cold L2; {versions}. Kernel time."
-    return "\n\n".join([intro, "\n".join(summary(rows)), markdown(table(rows))])
-
-
-# The command
 
 
 def add_to(app: typer.Typer) -> None:
