@@ -80,13 +80,14 @@ def candidates(problem: Problem, name: str, tuned: Config) -> list[Config]:
     """The tuned config and its neighbours: stages, channels, depth and warps of a tile; fp8-w8a16's other operand side.
 
     What does not fit shared memory gets fewer stages; what the variant cannot do is left out. Warp specialisation wants
-    tiles of its own, see variant_kernels.py: the tuned one as near as it goes.
+    tiles of its own, see variant_kernels.py: the tuned one as near as it goes. As its three warp-groups take all
+    registers of an SM, the deepest pipelines that leave room for its epilogue are tried as well.
     """
     variant, tuned = VARIANTS[name], tuned.replace(split_k=1)
     if variant.warp_specialise:
         tuned = tuned.replace(block_n=64, num_warps=4, swap_ab=True)
     deep = 2 if tuned.block_k * problem.w_itemsize < 256 else 0.5
-    found = [tuned, *(tuned.replace(num_stages=max(2, tuned.num_stages + more)) for more in (-1, 1, 2))]
+    found = [tuned, *(tuned.replace(num_stages=max(2, tuned.num_stages + more)) for more in (-1, 1))]
     found += [tuned.replace(block_n=n) for n in (64, 128)]
     other = tuned.replace(block_k=int(tuned.block_k * deep), num_stages=max(2, int(tuned.num_stages / deep)))
     found.append(other)
@@ -94,6 +95,10 @@ def candidates(problem: Problem, name: str, tuned: Config) -> list[Config]:
         found.append(tuned.replace(num_warps=12 - tuned.num_warps if tuned.num_warps in (4, 8) else 4))
     if problem.dtype == "fp8-w8a16":
         found.append(tuned.replace(swap_ab=not tuned.swap_ab))
+    if variant.warp_specialise:
+        for config in (tuned, other):
+            deepest = _fitting(problem, name, config.replace(num_stages=16))
+            found += [deepest.replace(num_stages=max(2, deepest.num_stages - 1))] if deepest else []
     fitting = (_fitting(problem, name, config) for config in found)
     return list(dict.fromkeys(config for config in fitting if config is not None))
 
