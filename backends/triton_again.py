@@ -18,6 +18,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import triton
 from triton import knobs
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
@@ -63,10 +64,11 @@ def launcher(compiled: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, 
     """(run, fixed), where `run(x, y, z, stream, *fixed, arguments)` launches over a grid of x * y * z programs.
 
     Triton's launcher object asks, launch by launch, whether the kernel needs scratch memory or a sanitizer watches it.
-    Neither changes once the kernel is loaded: where there is none, `run` is the C function behind the object.
+    Neither changes once the kernel is loaded: where there is none, `run` is the C function behind the object, whose
+    arguments are known of Triton 3.8; in other versions it is the object.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    known = isinstance(run, CudaLauncher) and all(hasattr(run, name) for name in _LAUNCHER)
+    known = triton.__version__.startswith("3.8.") and isinstance(run, CudaLauncher)
     if known and not (run.global_scratch_size or run.profile_scratch_size or run.gsan_enabled):
         options = (run.launch_cooperative_grid, run.launch_pdl)
         nothing = (None,) * 5  # launch metadata, two hooks, two kinds of scratch memory
@@ -76,10 +78,6 @@ def launcher(compiled: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, 
         run(x, y, z, stream, function, metadata, None, None, None, *arguments)
 
     return through_triton, ()
-
-
-_LAUNCHER = ("gsan_enabled", "arg_annotations", "kernel_signature", "global_scratch_size", "profile_scratch_size")
-"""What tells Triton 3.8's launcher from those of other versions, whose C functions take other arguments."""
 
 
 def watched() -> bool:

@@ -285,7 +285,7 @@ def moe_gemm_kernel(
             return
     n = col * BLOCK_N + tl.arange(0, BLOCK_N)
     if REDUCTION == "two-pass":
-        y_ptr += part.to(tl.int64) * slots * N
+        y_ptr += tl.cast(part, tl.int64) * slots * N
     if REDUCTION != "none":
         if expert < 0:  # `moe_gemm_kernel_reduce` writes these rows; with "atomic" they are zeros already
             return

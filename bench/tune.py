@@ -17,7 +17,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -267,8 +267,8 @@ def best_third(samples: dict[Config, list[float]]) -> list[Config]:
     return ranked[: max(3, -(-len(ranked) // 3))]
 
 
-def _compile(contenders: dict[Config, Any], device: Any) -> dict[str, str]:
-    """Run each once, side by side, as compiling takes longest; {config: what went wrong}."""
+def _compile(contenders: Mapping[Any, Any], device: Any) -> dict[str, str]:
+    """Run each once, side by side, as compiling takes longest; contenders by config; {str(config): what went wrong}."""
     from bench.contenders import wait
 
     failed = {}
