@@ -269,16 +269,27 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         my_tiles = lax.div(tiles * parts - block + (blocks - 1), jnp.int32(blocks))
 
         # Locate tile
-        def locate(i: jax.Array) -> Tile:
+        def locate(i: jax.Array | int) -> Tile:
             pid, part = block + i * blocks, jnp.int32(0)
             if parts > 1:
                 part = lax.div(pid, tiles)
                 pid -= part * tiles
             row, col = _tile(order, pid, tile_rows, tile_cols, config.group_m, span_gmem)
+            if early:
+                row = jnp.minimum(row, expert_gmem.shape[0] - 1)
             needed = jnp.int32(0)
             for h in heights[:-1]:
                 needed += (slot_gmem[row * height + h] < problem.slots).astype(jnp.int32)
             return Tile(row, col, part, expert_gmem[row], needed)
+
+        # Nothing hides a kernel's first loads. In row order a tile's row does not depend on how many there are, so
+        # both are asked for at once. The second condition holds for every tile; it needs the loads, so that the
+        # compiler cannot move them behind the branch.
+        early = order == "row" and parts == 1
+        first = locate(0) if early else None
+        any_tiles = my_tiles > 0
+        if first is not None:
+            any_tiles &= first.expert >= first.height - (len(heights) - 1)
 
         def for_each_tile(work: Callable[[Tile, jax.Array], jax.Array]) -> None:
             """stage = work(tile, stage) for my tiles in turn. The next one is looked up before the work on this one, so
@@ -289,9 +300,9 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 following = locate(jnp.minimum(i + 1, my_tiles - 1))
                 return following, work(tile, stage)
 
-            @pl.when(my_tiles > 0)
+            @pl.when(any_tiles)
             def _():
-                lax.fori_loop(0, my_tiles, one, (locate(jnp.int32(0)), jnp.int32(0)))
+                lax.fori_loop(0, my_tiles, one, (locate(0) if first is None else first, jnp.int32(0)))
 
         def with_height(tile: Tile, do: Callable[[int], jax.Array | None]):
             """do(h) for the least of `heights` that has all slots of the tile: what lies below them is padding."""
@@ -314,13 +325,13 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 k_slice = pl.ds((first_step(tile) + s) * block_k, block_k)
                 columns = pl.ds(tile.col * block_n, block_n)
                 plgpu.barrier_wait(freed.at[stage])
+                plgpu.copy_gmem_to_smem(w_gmem.at[tile.expert, columns, k_slice], w_smem.at[stage], filled.at[stage])
 
                 def copy_x(h: int) -> None:
                     source = x_gmem.at[pl.ds(x_row(tile), h), k_slice]
                     plgpu.copy_gmem_to_smem(source, x_smem.at[stage, pl.ds(0, h)], filled.at[stage])
 
                 with_height(tile, copy_x)
-                plgpu.copy_gmem_to_smem(w_gmem.at[tile.expert, columns, k_slice], w_smem.at[stage], filled.at[stage])
                 return _next_stage(stage, stages)
 
             return lax.fori_loop(0, steps_of(tile), step, stage)

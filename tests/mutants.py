@@ -121,7 +121,7 @@ MUTANTS = (
     Mutant("mosaic: skipped tile", MOSAIC, "lax.div(tiles * parts - block", "lax.div(tiles * parts - 1 - block", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: wrong expert", MOSAIC, "part, expert_gmem[row], needed", "part, expert_gmem[row * 0], needed", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: K step dropped", MOSAIC, "if parts > 1 else k_steps", "if parts > 1 else k_steps - 1", gemm("pallas-mosaic", "ragged and fp16 and row")),
-    Mutant("mosaic: stage refilled before it is read", MOSAIC, "plgpu.barrier_wait(freed.at[stage])\n\n                def", "def", gemm("pallas-mosaic", "ragged and fp16 and row")),
+    Mutant("mosaic: stage refilled before it is read", MOSAIC, "plgpu.barrier_wait(freed.at[stage])\n                plgpu.copy", "plgpu.copy", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: warp-groups take each other's channels", MOSAIC, "mine = pl.ds(group * group_n, group_n)", "mine = pl.ds((config.num_warps // 4 - 1 - group) * group_n, group_n)", ("tests/test_mosaic.py", "-k", "tall_tiles_of and fp16")),
     Mutant("mosaic: every chunk of y at the first's place", MOSAIC, "pl.ds(tile.row * height + first, rows)", "pl.ds(tile.row * height, rows)", ("tests/test_mosaic.py", "-k", "tall_tiles_of and fp16")),
     Mutant("mosaic: dropped channel scale", MOSAIC, "if w_scale_gmem is not None and not block_scaled:", "if False:", gemm("pallas-mosaic", "ragged and w8a16-channel")),

@@ -176,6 +176,17 @@ def test_registers_leave_room_for_the_thread_blocks_that_are_launched(dtype: str
 
 
 @pytest.mark.compile_only
+@pytest.mark.parametrize(("tokens", "loads"), [(8, 2), (64, 4)])
+def test_in_row_order_the_first_loads_wait_for_nothing(tokens: int, loads: int) -> None:
+    """For sm_90a: how many tile rows there are, the first tile's expert and its height (two slots of a tile of 32 rows)
+    are asked for before the first branch. `loads`: of them."""
+    problem = models.model("mixtral-8x7b").problem("gate-up", tokens, "fp16")
+    code = backends.load(BACKEND).compile_only(problem, "row", Config(block_m=32, num_stages=3))
+    start, _, _ = code.ptx[code.ptx.rindex("bar.sync \t0;") :].partition("bra")
+    assert start.count("ld.global") == loads
+
+
+@pytest.mark.compile_only
 def test_tiles_have_instructions_of_every_height() -> None:
     problem = models.model("mixtral-8x7b").problem("gate-up", 512, "fp16")
     config = Config(block_m=48, block_k=64, num_warps=8, num_stages=3)
