@@ -30,7 +30,7 @@ def missing_packages() -> str | None:
 
 def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIMIT) -> str | None:
     """Why the kernel cannot honour this combination; None if it can. `limit`: the GPU's shared memory per block."""
-    if (reason := no_power_of_two(config)) is not None:
+    if (reason := not_in_triton(config)) is not None:
         return reason
     if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
         return (
@@ -55,8 +55,10 @@ def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIM
     return None
 
 
-def no_power_of_two(config: Config) -> str | None:
-    """Why Triton has no such block; None if it has."""
+def not_in_triton(config: Config) -> str | None:
+    """Why Triton has no such kernel; None if it has."""
+    if config.ping_pong:
+        return "config.ping_pong: got True; allowed: False (Triton does not say which warps take which tile)"
     if config.block_m & (config.block_m - 1):
         return f"config.block_m: got {config.block_m}; allowed: a power of two (the sizes of Triton's blocks)"
     return None
