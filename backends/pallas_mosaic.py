@@ -14,6 +14,11 @@ read through a transposed view. A tile multiplies the least of a few heights (8,
 slots, so a tall tile costs shared memory, not arithmetic: with block_m above an expert's slots, its weights are read
 once.
 
+Two warp-groups that multiply share a tile's channels, or (ping_pong) take the block's tiles in turn, whole ones: one
+scales and stores its tile while the other multiplies. The ring is one for both. Its stages come in the order of the
+tiles, so each starts when the other's last steps are being read, and needs no signal from it. A barrier's waiter has to
+see each of its phases, so each warp-group has `filled` barriers of its own for the same stages.
+
 TMA reads boxes of equally strided rows, so the rows of x that a tile multiplies lie one below the other beforehand:
 `mosaic_rows` says how. XLA takes each slot's row out of the kernel's output afterwards. That last gather also puts the
 zero rows of -1 slots: their tile rows are not computed. Rows of y past a tile's slots are not to be read.
@@ -114,8 +119,13 @@ def unsupported(problem: Problem, config: Config) -> str | None:
         return "config.swap_ab: got False; allowed: True (the weights are always wgmma's left operand here)"
     if config.num_warps not in (4, 8):
         return f"config.num_warps: got {config.num_warps}; allowed: 4, 8 (warp-groups of four warps that multiply)"
-    if config.block_n < 16 * config.num_warps:
-        return f"config.block_n: got {config.block_n}; allowed: {16 * config.num_warps} or more with that num_warps"
+    if config.ping_pong and config.num_warps != 8:
+        return f"config.num_warps: got {config.num_warps} with ping_pong; allowed: 8 (two warp-groups take turns)"
+    if config.ping_pong and config.split_k > 1:
+        return f"config.split_k: got {config.split_k} with ping_pong; allowed: 1 (a split is for launches of few tiles)"
+    if channels_of_group(config) < 64:
+        least = 64 * sharing_groups(config)
+        return f"config.block_n: got {config.block_n}; allowed: {least} or more with that num_warps"
     if not 64 <= config.block_n <= 256:
         return f"config.block_n: got {config.block_n}; allowed: 64, 128, 256 (wgmma's 64 rows; a TMA box's 256)"
     if config.block_m > 256:
@@ -125,8 +135,10 @@ def unsupported(problem: Problem, config: Config) -> str | None:
     if config.block_k * problem.w_itemsize < 32:
         return f"config.block_k: got {config.block_k}; allowed: {32 // problem.w_itemsize} or more (one wgmma's depth)"
     accumulator = _accumulator_registers(config)
-    if accumulator > 128:
-        return f"config {config} needs {accumulator} accumulator registers a thread; allowed: 128 (128x128)"
+    if accumulator > (allowed_registers := 160 if config.ping_pong else 128):
+        return f"config {config} needs {accumulator} accumulator registers a thread; allowed: {allowed_registers}"
+    if config.ping_pong and (registers := _registers(problem, config)) > COMPUTE_REGISTERS:
+        return f"config {config} needs {registers} registers a thread; allowed: {COMPUTE_REGISTERS}"
     if problem.dtype == "fp8-w8a16" and config.block_n * config.block_k > 2**15:
         return f"config {config}: block_n * block_k is {config.block_n * config.block_k}; allowed with fp8-w8a16: 32768"
     if problem.scale_layout == "block":
@@ -140,24 +152,25 @@ def unsupported(problem: Problem, config: Config) -> str | None:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of shared memory of a thread block: the stages of x and w, the output tile, one barrier per stage."""
+    """Bytes of shared memory of a thread block: the stages of x and w, the output tile, barriers of each stage."""
     height = tile_height(problem, config)
     arrays = (
         config.num_stages * height * config.block_k * problem.x_itemsize,
         config.num_stages * config.block_n * config.block_k * problem.w_itemsize,
         math.prod(_output_shape(problem, config)) * _sum_dtype(problem, config).itemsize,
     )
-    return sum(_round_up(size, SHARED_ALIGNMENT) for size in arrays) + _round_up(8 * config.num_stages, 128)
+    barriers = 8 * config.num_stages * (1 + warp_groups(config) // sharing_groups(config))
+    return sum(_round_up(size, SHARED_ALIGNMENT) for size in arrays) + _round_up(barriers, 128)
 
 
 def _output_shape(problem: Problem, config: Config) -> tuple[int, int, int, int]:
-    """Shared memory through which warp-groups store their parts of a tile: (warp-groups, slots, rows, channels).
+    """Shared memory through which warp-groups store what they have of a tile: (warp-groups, slots, rows, channels).
 
     Tall tiles pass through two slots of OUTPUT_ROWS rows in turn; the memory serves as stages instead.
     """
-    height, groups = tile_height(problem, config), warp_groups(config)
+    height = tile_height(problem, config)
     slots, rows = (1, height) if height <= OUTPUT_ROWS else (2, OUTPUT_ROWS)
-    return groups, slots, rows, config.block_n // groups
+    return warp_groups(config), slots, rows, channels_of_group(config)
 
 
 def blocks_per_sm(problem: Problem, config: Config) -> int:
@@ -167,7 +180,7 @@ def blocks_per_sm(problem: Problem, config: Config) -> int:
     estimated, from above (`tests/test_compile_only.py` holds the estimate to what is compiled).
     """
     by_memory = SHARED_MEMORY_PER_SM // (shared_bytes(problem, config) + 1024)
-    registers = _registers(problem, config)
+    registers = min(255, _registers(problem, config))
     if config.num_warps == 8 and registers > REGISTERS_OF_THREE:
         return 1
     by_registers = 65536 // ((32 * config.num_warps + 128) * _round_up(registers, 8))
@@ -176,13 +189,15 @@ def blocks_per_sm(problem: Problem, config: Config) -> int:
 
 def _registers(problem: Problem, config: Config) -> int:
     """Registers of a thread: its part of the sums, of the widened weights, and what addresses take."""
-    widened = config.block_n * config.block_k // (64 * config.num_warps) if problem.dtype == "fp8-w8a16" else 0
-    return min(255, 40 + _accumulator_registers(config) + widened)
+    widened = channels_of_group(config) * config.block_k // 256 if problem.dtype == "fp8-w8a16" else 0
+    # With block scales a step's sums stand beside the total: counted for whole tiles, which they may make too large.
+    sums = 2 if config.ping_pong and problem.scale_layout == "block" else 1
+    return 40 + sums * _accumulator_registers(config) + widened
 
 
 def _accumulator_registers(config: Config) -> int:
     """Of a thread of the warp-groups that multiply."""
-    return config.block_n * config.block_m // (32 * config.num_warps)
+    return channels_of_group(config) * config.block_m // 128
 
 
 def moe_gemm(
@@ -248,6 +263,8 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     height = tile_height(problem, config)
     heights = [height] if reads_all_tokens(problem) else _heights(height)
     output_shape = groups, slots, output_rows, group_n = _output_shape(problem, config)
+    sharers = sharing_groups(config)
+    turns = groups // sharers  # tiles in work at once, each by warp-groups of its own
     k_steps = ceil_div(problem.k, block_k)
     tile_cols = problem.tile_cols(block_n)
     parts, steps_per_part = config.parts(problem.k), config.k_steps_per_split(problem.k)
@@ -266,6 +283,8 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         tiles = tile_rows * tile_cols
         block = lax.axis_index("block")
         group = lax.axis_index("group")
+        turn = lax.rem(group, jnp.int32(turns))  # of the tiles that take turns, which is this warp-group's first
+        channel = group * group_n if sharers > 1 else 0  # of a tile, the first of this warp-group's
         my_tiles = lax.div(tiles * parts - block + (blocks - 1), jnp.int32(blocks))
 
         # Locate tile
@@ -275,23 +294,41 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 part = lax.div(pid, tiles)
                 pid -= part * tiles
             row, col = _tile(order, pid, tile_rows, tile_cols, config.group_m, span_gmem)
+            if early:
+                row = jnp.minimum(row, expert_gmem.shape[0] - 1)
             needed = jnp.int32(0)
             for h in heights[:-1]:
                 needed += (slot_gmem[row * height + h] < problem.slots).astype(jnp.int32)
             return Tile(row, col, part, expert_gmem[row], needed)
 
-        def for_each_tile(work: Callable[[Tile, jax.Array], jax.Array]) -> None:
-            """stage = work(tile, stage) for my tiles in turn. The next one is looked up before the work on this one, so
-            that nobody waits for it."""
+        # Nothing hides a kernel's first loads. In row order a tile's row does not depend on how many there are, so
+        # both are asked for at once. The second condition holds for every tile; it needs the loads, so that the
+        # compiler cannot move them behind the branch.
+        early = order == "row" and parts == 1
+        first = locate(turn) if early else None
+        any_tiles = my_tiles > turn
+        if first is not None:
+            any_tiles &= first.expert >= first.height - (len(heights) - 1)
 
-            def one(i, carry):
+        def for_each_tile(work: Callable[[jax.Array, Tile, jax.Array], jax.Array], every: int) -> None:
+            """stage = work(i, tile, stage) for my tiles, from the turn-th, one of `every`. The next one is looked up
+            before the work on this one, so that nobody waits for it."""
+
+            def one(step, carry):
                 tile, stage = carry
-                following = locate(jnp.minimum(i + 1, my_tiles - 1))
-                return following, work(tile, stage)
+                i = turn + step * every
+                following = locate(jnp.minimum(i + every, my_tiles - 1))
+                return following, work(i, tile, stage)
 
-            @pl.when(my_tiles > 0)
+            @pl.when(any_tiles)
             def _():
-                lax.fori_loop(0, my_tiles, one, (locate(jnp.int32(0)), jnp.int32(0)))
+                stage = lax.rem(turn * k_steps, jnp.int32(stages))
+                count = lax.div(my_tiles - turn + (every - 1), jnp.int32(every))
+                lax.fori_loop(0, count, one, (locate(turn) if first is None else first, stage))
+
+        def is_filled(i: jax.Array, stage: jax.Array):
+            """Barrier of a stage with a K step of the i-th tile."""
+            return filled.at[stage if turns == 1 else lax.rem(i, jnp.int32(turns)) * stages + stage]
 
         def with_height(tile: Tile, do: Callable[[int], jax.Array | None]):
             """do(h) for the least of `heights` that has all slots of the tile: what lies below them is padding."""
@@ -307,28 +344,29 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             return jnp.minimum(steps_per_part, k_steps - first_step(tile)) if parts > 1 else k_steps
 
         # Gather rows (of the matrix that XLA gathered: TMA reads equally strided rows)
-        def fetch_tile(tile, stage):
+        def fetch_tile(i, tile, stage):
             """Fill one stage after another with the K steps of a tile, each as soon as it is free."""
 
             def step(s, stage):
                 k_slice = pl.ds((first_step(tile) + s) * block_k, block_k)
                 columns = pl.ds(tile.col * block_n, block_n)
                 plgpu.barrier_wait(freed.at[stage])
+                barrier = is_filled(i, stage)
+                plgpu.copy_gmem_to_smem(w_gmem.at[tile.expert, columns, k_slice], w_smem.at[stage], barrier)
 
                 def copy_x(h: int) -> None:
                     source = x_gmem.at[pl.ds(x_row(tile), h), k_slice]
-                    plgpu.copy_gmem_to_smem(source, x_smem.at[stage, pl.ds(0, h)], filled.at[stage])
+                    plgpu.copy_gmem_to_smem(source, x_smem.at[stage, pl.ds(0, h)], barrier)
 
                 with_height(tile, copy_x)
-                plgpu.copy_gmem_to_smem(w_gmem.at[tile.expert, columns, k_slice], w_smem.at[stage], filled.at[stage])
                 return _next_stage(stage, stages)
 
             return lax.fori_loop(0, steps_of(tile), step, stage)
 
         def multiply(acc, stage, h):
             """acc (group_n, h) += this warp-group's rows of the weights times the tile's rows of x, one K step."""
-            plgpu.barrier_wait(filled.at[stage])
-            mine = pl.ds(group * group_n, group_n)
+            plgpu.barrier_wait(is_filled(turn, stage))
+            mine = pl.ds(channel, group_n)
             weights = w_smem.at[stage, mine]
             if widens:
                 weights = w_smem[stage, mine].astype(jnp.float16)  # in registers, where wgmma can read its left operand
@@ -366,7 +404,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
 
             def step(s, carry):
                 total, stage = carry
-                n, k = tile.col * block_n + group * group_n, (first_step(tile) + s) * block_k
+                n, k = tile.col * block_n + channel, (first_step(tile) + s) * block_k
                 scale = w_scale_gmem[tile.expert, lax.div(n, SCALE_BLOCK), lax.div(k, SCALE_BLOCK)]
 
                 def partial_sum(acc):
@@ -380,11 +418,13 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             zeros = plgpu.layout_cast(jnp.zeros((group_n, h), jnp.float32), plgpu.Layout.WGMMA)
             return lax.fori_loop(0, steps_of(tile), step, (zeros, stage))
 
-        def compute_tile(tile, stage):
-            return with_height(tile, lambda h: compute_rows(tile, stage, h))
+        def compute_tile(_, tile, stage):
+            stage = with_height(tile, lambda h: compute_rows(tile, stage, h))
+            others = (turns - 1) * k_steps  # steps of the tiles until this warp-group's next one
+            return lax.rem(stage + others, jnp.int32(stages)) if turns > 1 else stage
 
         def compute_rows(tile, stage, h):
-            columns = pl.ds(tile.col * block_n + group * group_n, group_n)
+            columns = pl.ds(tile.col * block_n + channel, group_n)
             if block_scaled:
                 total, stage = stream_block_scaled(tile, stage, h)
             else:
@@ -418,7 +458,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         def _():
             if trades_registers and not interpret:
                 plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            for_each_tile(fetch_tile)
+            for_each_tile(fetch_tile, 1)
             for stage in range(stages):
                 plgpu.barrier_wait(freed.at[stage])
 
@@ -426,9 +466,13 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         def _():
             if trades_registers and not interpret:
                 plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            for stage in range(stages):
-                plgpu.barrier_arrive(freed.at[stage])
-            for_each_tile(compute_tile)
+
+            @pl.when(turn == 0)
+            def _():
+                for stage in range(stages):
+                    plgpu.barrier_arrive(freed.at[stage])
+
+            for_each_tile(compute_tile, turns)
             plgpu.wait_smem_to_gmem(0)
 
     def call(*arrays, fill=None):
@@ -448,8 +492,8 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             _operand((stages, height, block_k), x),
             _operand((stages, block_n, block_k), w),
             plgpu.SMEM(output_shape, y_dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=turns * stages),
+            plgpu.Barrier(num_arrivals=sharers, num_barriers=stages),
         ]
         if widens and interpret:  # the interpreter's wgmma reads shared memory only
             scratch.append(plgpu.SMEM((groups, group_n, block_k), jnp.float16))
@@ -535,8 +579,18 @@ def _heights(last: int) -> list[int]:
 
 
 def warp_groups(config: Config) -> int:
-    """Warp-groups of a thread block that multiply, each a share of the tile's channels; one more fetches."""
+    """Warp-groups of a thread block that multiply; one more fetches."""
     return config.num_warps // 4
+
+
+def sharing_groups(config: Config) -> int:
+    """Warp-groups that multiply one tile, each a share of its channels."""
+    return 1 if config.ping_pong else warp_groups(config)
+
+
+def channels_of_group(config: Config) -> int:
+    """Channels of a tile that one warp-group multiplies."""
+    return config.block_n // sharing_groups(config)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -34,7 +34,7 @@ from backends.compiled import Compiled
 from backends.jax_plan import plan, prepare_tokens
 from backends.pallas_triton_ops import atomic_add, dot_fp8, needs_wide_load, wide_load
 from backends.pallas_triton_rows import reduce_parts, zeros
-from backends.triton_launch import no_two_blocks, tail_rows
+from backends.triton_launch import not_in_triton, tail_rows
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
 
@@ -392,7 +392,7 @@ def unavailable(*, interpret: bool) -> str | None:
 
 def unsupported(problem: Problem, config: Config) -> str | None:
     """Why the kernel cannot honour this combination; None if it can."""
-    if (reason := no_two_blocks(config)) is not None:
+    if (reason := not_in_triton(config)) is not None:
         return reason
     if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
         return (

@@ -36,7 +36,7 @@ def missing_packages() -> str | None:
 
 def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIMIT) -> str | None:
     """Why the kernel cannot honour this combination; None if it can. `limit`: the GPU's shared memory per block."""
-    if (reason := no_two_blocks(config)) is not None:
+    if (reason := not_in_triton(config)) is not None:
         return reason
     if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
         return (
@@ -66,8 +66,10 @@ def tail_rows(block_m: int) -> int:
     return block_m - (1 << block_m.bit_length() - 1)
 
 
-def no_two_blocks(config: Config) -> str | None:
-    """Why a tile of these rows is not one or two of Triton's blocks; None if it is."""
+def not_in_triton(config: Config) -> str | None:
+    """Why Triton has no such kernel; None if it has."""
+    if config.ping_pong:
+        return "config.ping_pong: got True; allowed: False (Triton does not say which warps take which tile)"
     tail = tail_rows(config.block_m)
     if tail & (tail - 1):
         return f"config.block_m: got {config.block_m}; allowed: a power of two, or the sum of two (such as 160 or 192)"

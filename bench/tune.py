@@ -121,7 +121,7 @@ def _triton_tiles(problem: Problem, block_m: int, swap_ab: bool) -> Iterator[Con
 def _mosaic_tiles(problem: Problem, block_m: int) -> Iterator[Config]:
     """Tiles of one and two warp-groups, each with the deepest pipelines of one to four thread blocks an SM.
 
-    K steps of 128 bytes of a weight row, in small tiles 256 as well.
+    Two share a tile or, where it is tall, take turns. K steps of 128 bytes of a weight row, in small tiles 256 as well.
     """
     from backends import pallas_mosaic
 
@@ -129,10 +129,15 @@ def _mosaic_tiles(problem: Problem, block_m: int) -> Iterator[Config]:
     shapes = ((64, 4), (128, 4), (128, 8)) if block_m <= 64 else ((64, 4), (128, 8), (256, 8))
     for step_bytes in (128, 256) if small else (128,):
         block_k = step_bytes // problem.w_itemsize
-        for block_n, num_warps in shapes:
-            tile = Config(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps)
+        tiles = [
+            Config(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps)
+            for block_n, num_warps in shapes
+        ]
+        if block_m > 32 and problem.dtype != "fp8-w8a16":  # one is to widen while the other multiplies, on one tile
+            tiles.append(Config(block_m=block_m, block_n=128, block_k=block_k, num_warps=8, ping_pong=True))
+        for tile in tiles:
             depths = set()
-            for blocks in (1, 2, 3, 4) if small and num_warps == 4 else (1, 2) if num_warps == 4 else (1,):
+            for blocks in (1,) if tile.num_warps == 8 else (1, 2, 3, 4) if small else (1, 2):
                 room = min(pallas_mosaic.SHARED_MEMORY, pallas_mosaic.SHARED_MEMORY_PER_SM // blocks - 1024)
                 fits = (
                     d for d in range(2, 11) if pallas_mosaic.shared_bytes(problem, tile.replace(num_stages=d)) <= room
@@ -434,7 +439,8 @@ def split_entries(path: Path) -> list[dict[str, Any]]:
         problem = layer.problem(cell["gemm"], cell["tokens"], cell["dtype"])
         shape = ("dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")
         config = dataclasses.asdict(win.config_better)
-        us = next(statistics.median(c["samples_us"]) for c in cell["combos"] if c["config"] == config)
+        matching = (c for c in cell["combos"] if Config.from_mapping(c["config"]) == win.config_better)
+        us = statistics.median(next(matching)["samples_us"])
         facts = {name: cell[name] for name in ("backend", "gpu", "versions", "date")} | {"us_of": "all kernels"}
         found.append(
             {name: getattr(problem, name) for name in shape} | facts | {"times": [{"us": us, "config": config}]}

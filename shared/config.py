@@ -17,7 +17,7 @@ REDUCTIONS = ("two-pass", "atomic", "atomic-fp32")
 class Config(Key):
     """Tile shape and launch parameters of one GEMM launch. All backends take the same object.
 
-    block_m:    rows (slots) of an output tile, a multiple of 16 (the Triton backends take powers of two alone); an
+    block_m:    rows (slots) of an output tile, a multiple of 16 (in Triton a power of two or the sum of two); an
                 expert's slots are padded to a multiple of it
     block_n:    columns (output channels) of an output tile
     block_k:    depth of one step of the stream over K
@@ -36,6 +36,8 @@ class Config(Key):
                                order of the additions, and with it the last bits, varies from run to run
                 "atomic":      each part scaled, rounded to y's dtype and added to a zeroed y atomically: no second
                                kernel, but split_k roundings, and bits that vary from run to run
+    ping_pong:  two warp-groups multiply and take a thread block's tiles in turn, one storing its tile while the other
+                multiplies; False: they share each tile. pallas-mosaic alone has it
 
     Raises ArgumentError where a value is not allowed on any GPU or backend. What a particular backend or GPU
     cannot honour, that backend refuses (`backends.moe_gemm` raises before it launches anything).
@@ -50,6 +52,7 @@ class Config(Key):
     swap_ab: bool = True
     split_k: int = 1
     reduction: str = "two-pass"
+    ping_pong: bool = False
 
     def __post_init__(self) -> None:
         _check_integer("block_m", self.block_m)
@@ -69,8 +72,9 @@ class Config(Key):
         _check_integer("group_m", self.group_m)
         if self.group_m < 1:
             raise ArgumentError(f"config.group_m: got {self.group_m}; allowed: 1 or more")
-        if not isinstance(self.swap_ab, bool):
-            raise ArgumentError(f"config.swap_ab: got {self.swap_ab!r}; allowed: True or False")
+        for name in ("swap_ab", "ping_pong"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"config.{name}: got {getattr(self, name)!r}; allowed: True or False")
         _check_integer("split_k", self.split_k)
         if not 1 <= self.split_k <= 64:
             raise ArgumentError(f"config.split_k: got {self.split_k}; allowed: 1 to 64")
@@ -81,7 +85,7 @@ class Config(Key):
         split = f" split{self.split_k} {self.reduction}" if self.split_k > 1 else ""
         return (
             f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages} g{self.group_m}"
-            f"{swap}{split}"
+            f"{swap}{split}{' ping-pong' if self.ping_pong else ''}"
         )
 
     def to_json(self) -> str:

@@ -387,6 +387,7 @@ def test_arrays_on_the_wrong_side(backend: str, kind: str) -> None:
         ("num_stages", 0, "1 to 16"),
         ("group_m", 0, "1 or more"),
         ("swap_ab", 1, "True or False"),
+        ("ping_pong", "yes", "True or False"),
     ],
 )
 def test_config_refuses(field: str, value: Any, allowed: str) -> None:
@@ -401,6 +402,8 @@ def test_config_round_trip() -> None:
     assert Config.from_json(config.to_json()) == config
     assert str(config) == "64x256x32 w8 s3 g5"
     assert str(config.replace(swap_ab=True)).endswith("swap")
+    assert str(config.replace(ping_pong=True)).endswith("ping-pong")
+    assert Config.from_json(config.replace(ping_pong=True).to_json()).ping_pong
     with pytest.raises(ArgumentError, match=r"unknown fields \['blockm'\].*block_m"):
         Config.from_mapping({"blockm": 16})
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -433,6 +436,9 @@ def test_what_a_backend_refuses_names_field_given_and_allowed(backend: str) -> N
             {"num_stages": 1},
             {"num_stages": 16},
             {"swap_ab": False},
+            {"ping_pong": True},
+            {"ping_pong": True, "num_warps": 8, "split_k": 2},
+            {"ping_pong": True, "num_warps": 8, "block_m": 176},
             {"block_m": 256, "block_n": 256},
         ):
             refusal = module.unsupported(problem, Config(**{"num_stages": 3, **change_}))

@@ -257,6 +257,27 @@ def test_every_pipeline_depth_gives_the_same_integers(variant: str, backend: str
     assert ran >= 4
 
 
+@pytest.mark.parametrize(
+    ("variant", "block_n", "block_k"),
+    [("fp16", 128, 64), ("fp8-w8a8-channel", 128, 128), ("fp8-w8a16-channel", 64, 64)],
+)
+def test_warp_groups_in_turns(variant: str, block_n: int, block_k: int) -> None:
+    """Several tiles a thread block, odd and even numbers of them, rings whose depth does and does not divide a tile's
+    16 or 8 steps. Integers are exact, so each must give the reference, time and again."""
+    dtype, layout = VARIANTS[variant]
+    problem = Problem.of(
+        dtype, scale_layout=layout or "channel", activation="float16", tokens=200, experts=3, n=16384, k=1000, top_k=2
+    )
+    ids = np.random.default_rng(1).integers(-1, 3, (200, 2)).astype(np.int32)
+    given = draw(problem, ids, integers=True)
+    reference = reference_of(given)
+    config = Config(block_m=48, block_n=block_n, block_k=block_k, num_warps=8, ping_pong=True)
+    for stages, order in ((3, "row"), (4, "column"), (5, "popular")):
+        for _ in range(10):
+            y = call("pallas-mosaic", given, order, config.replace(num_stages=stages))
+            assert (y.double() == reference).all(), f"num_stages {stages}, {order}"
+
+
 @EVERY_BACKEND
 @pytest.mark.parametrize("groups", [(256, 256), (257, 255)])
 def test_wide_tile_over_a_narrow_output(groups: tuple[int, int], backend: str) -> None:

@@ -82,7 +82,7 @@ def test_the_operator_has_the_whole_config() -> None:
 
     config = backends.Config(
         block_m=32, block_n=64, block_k=256, num_warps=8, num_stages=5, group_m=3, swap_ab=False, split_k=4,
-        reduction="atomic",
+        reduction="atomic", ping_pong=True,
     )  # fmt: skip
     assert all(
         getattr(config, field.name) != getattr(backends.Config(), field.name) for field in dataclasses.fields(config)

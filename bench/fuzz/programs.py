@@ -37,6 +37,7 @@ CONFIG_FIELDS: dict[str, tuple[Any, ...]] = {
     "swap_ab": (True, False),
     "split_k": (1, 2, 3, 4, 8),
     "reduction": ("two-pass", "atomic", "atomic-fp32"),
+    "ping_pong": (False, True),
 }
 """Values drawn for each field of Config, the simplest first; one line a field. A test holds it to Config's fields."""
 
