@@ -46,6 +46,10 @@ def split(backend: str, select: str) -> tuple[str, ...]:
     return ("tests/test_moe_gemm.py", "-k", f"{backend} and test_split_k and ({select})")
 
 
+def two_blocks(backend: str) -> tuple[str, ...]:
+    return ("tests/test_moe_gemm.py", "-k", f"{backend} and two_blocks and not split")
+
+
 T = "torch-triton"
 MUTANTS = (
     # The Triton kernel
@@ -54,24 +58,24 @@ MUTANTS = (
     Mutant("swapped divisors, seen in y", TRITON, "row = pid % tile_rows\n", "row = pid % tile_cols\n", gemm(T, "many-rows and fp16 and column")),
     Mutant("last band not cut", TRITON, "rows = min(GROUP_M, tile_rows - first_row)", "rows = GROUP_M", gemm(T, "many-rows and fp16 and grouped")),
     Mutant("wrong expert", TRITON, "expert = tl.load(tile_expert_ptr + row)", "expert = tl.load(tile_expert_ptr + row * 0)", gemm(T, "ragged and fp16 and row")),
-    Mutant("wrong token", TRITON, "token = slot // TOP_K", "token = slot // 2", gemm(T, "repeated-expert")),
-    Mutant("shifted column mask", TRITON, "n_valid = n < N\n    y_rows", "n_valid = n < N - 1\n    y_rows", gemm(T, "ragged and fp16 and row")),
+    Mutant("wrong token", TRITON, "token = slot // TOP_K\n    return", "token = slot // 2\n    return", gemm(T, "repeated-expert")),
+    Mutant("shifted column mask", TRITON, "& (n < N)[None, :]", "& (n < N - 1)[None, :]", gemm(T, "ragged and fp16 and row")),
     Mutant("shifted row mask", TRITON, "row_valid = slot < slots", "row_valid = slot < slots - 1", gemm(T, "ragged and fp16 and row")),
-    Mutant("shifted K mask", TRITON, "k_valid = k < K - step * BLOCK_K", "k_valid = k < K - step * BLOCK_K - 1", gemm(T, "ragged and fp16 and row")),
-    Mutant("unmasked K tail", TRITON, "if K % BLOCK_K == 0:", "if K > 0:", gemm(T, "ragged and fp16 and row")),
+    Mutant("shifted K mask", TRITON, "< K - step * BLOCK_K", "< K - step * BLOCK_K - 1", gemm(T, "ragged and fp16 and row")),
+    Mutant("unmasked K tail", TRITON, "MASK_K: tl.constexpr = K % BLOCK_K != 0", "MASK_K: tl.constexpr = K < 0", gemm(T, "ragged and fp16 and row")),
     Mutant("K tail of w unmasked, times zero", TRITON, "w = tl.load(w_ptrs, mask=k_valid[None, :], other=0.0)", "w = tl.load(w_ptrs)", ("tests/test_moe_gemm.py", "-k", "torch_strides")),
     Mutant("last K step dropped", TRITON, "first_step, end_step = 0, steps", "first_step, end_step = 0, steps - 1", gemm(T, "ragged and fp16 and row")),
     Mutant("K steps overlap", TRITON, "w_ptrs += BLOCK_K\n", "w_ptrs += BLOCK_K - 1\n", gemm(T, "ragged and fp16 and row")),
-    Mutant("split: offset of w dropped", TRITON, "w_ptrs += first_step * BLOCK_K\n", "w_ptrs += 0\n", split(T, "fp16-two-pass")),
+    Mutant("split: every part reads the first's K", TRITON, "k = first_step * BLOCK_K + tl.arange(0, BLOCK_K)", "k = tl.arange(0, BLOCK_K)", split(T, "fp16-two-pass")),
     Mutant("split: last steps dropped", TRITON, "end_step = min(first_step + part_steps, steps)", "end_step = min(first_step + part_steps, steps - 1)", split(T, "fp16-two-pass")),
-    Mutant("split: K mask counts from the part", TRITON, "k_valid = k < K - step * BLOCK_K", "k_valid = k < K - (step - first_step) * BLOCK_K", split(T, "fp16-two-pass")),
+    Mutant("split: K mask counts from the part", TRITON, "< K - step * BLOCK_K", "< K - (step - first_step) * BLOCK_K", split(T, "fp16-two-pass")),
     Mutant("split: block scale of the first part", TRITON, "block_scale_ptrs + step * BLOCK_K // 128", "block_scale_ptrs + (step - first_step) * BLOCK_K // 128", split(T, "w8a16-block-two-pass")),
     Mutant("split: sums not cleared", TRITON, "tl.store(sums_ptr + slot.to(tl.int64) * N + n, zeros, mask=n < N)", "tl.store(sums_ptr + slot.to(tl.int64) * N + n, zeros, mask=n < 0)", split(T, "fp16-atomic-fp32")),
     Mutant("split: y not cleared", TRITON, "tl.store(sums_ptr + slot.to(tl.int64) * N + n, zeros, mask=n < N)", "tl.store(sums_ptr + slot.to(tl.int64) * N + n, zeros, mask=n < 0)", split(T, "again")),
     Mutant("split: a part too few added", TRITON, "tl.static_range(PARTS)", "tl.static_range(PARTS - 1)", split(T, "fp16-two-pass")),
     Mutant("split: stored instead of added", TRITON, 'if REDUCTION == "atomic" or REDUCTION == "atomic-fp32":', 'if REDUCTION == "atomic":', split(T, "fp16-atomic-fp32")),
     Mutant("split: scaled twice", TRITON, 'REDUCTION == "two-pass" or REDUCTION == "atomic-fp32"  # scaled', 'REDUCTION == "two-pass"  # scaled', split(T, "w8a16-channel-atomic-fp32")),
-    Mutant("split: parts share their place", TRITON, "y_rows += part.to(tl.int64) * slots * N", "y_rows += part.to(tl.int64) * 0", split(T, "fp16-two-pass")),
+    Mutant("split: parts share their place", TRITON, "y_ptr += tl.cast(part, tl.int64) * slots * N", "y_ptr += tl.cast(part, tl.int64) * 0", split(T, "fp16-two-pass")),
     Mutant("split: place of a part in 32 bits", TRITON, "sums_ptrs += tl.cast(slots, tl.int64) * N", "sums_ptrs += slots * N", ("tests/test_compile_only.py", "-k", "small_kernels")),
     Mutant("split: additions ordered", TRITON, 'sem="relaxed"', 'sem="acq_rel"', compiled(T, "split_k and fp16-atomic")),
     Mutant("popular: next expert's tiles", TRITON, "span_ptr = tile_span_ptr + 2 * (pid // tile_cols)", "span_ptr = tile_span_ptr + 2 * (pid // tile_cols + 1)", ("tests/test_tile_order.py", "-k", "triton_equals and popular")),
@@ -82,13 +86,13 @@ MUTANTS = (
     Mutant("channel scale of another expert", TRITON, "w_scale_ptr + expert.to(tl.int64) * N + n_read", "w_scale_ptr + n_read", gemm(T, "ragged and w8a16-channel")),
     Mutant("block scale row wrong", TRITON, "+ n_read // 128) * scale_cols", "+ n_read // 256) * scale_cols", gemm(T, "scale-blocks and block")),
     Mutant("block scale column wrong", TRITON, "block_scale_ptrs + step * BLOCK_K // 128", "block_scale_ptrs + step * 0", gemm(T, "scale-blocks and block")),
-    Mutant("dropped token scale", TRITON, "acc *= x_scale[None, :] if SWAP_AB else x_scale[:, None]", "acc *= 1.0", gemm(T, "spread and fp8 or ragged and w8a8-channel")),
-    Mutant("dropped routing weight", TRITON, "acc *= routing_weight[None, :] if SWAP_AB else routing_weight[:, None]", "acc *= 1.0", gemm(T, "ragged and fp16 and row")),
+    Mutant("dropped token scale", TRITON, "scale = tl.load(x_scale_ptr + token, mask=row_valid, other=0.0)", "scale *= 1.0", gemm(T, "spread and fp8 or ragged and w8a8-channel")),
+    Mutant("dropped routing weight", TRITON, "scale *= tl.load(topk_weight_ptr + slot, mask=row_valid, other=0.0)", "scale *= 1.0", gemm(T, "ragged and fp16 and row")),
     Mutant("routing weight of the token", TRITON, "topk_weight_ptr + slot,", "topk_weight_ptr + token,", gemm(T, "ragged and fp16 and row")),
-    Mutant("-1 rows not zeroed", TRITON, "tl.store(y_rows[:, None] + n[None, :], y_zero,", "tl.store(y_rows[:, None] + n[None, :], y_zero + float('nan'),", gemm(T, "minus-one")),
-    Mutant("-1 rows not written", TRITON, "y_zero, mask=row_valid[:, None]", "y_zero, mask=~row_valid[:, None] & row_valid[:, None]", gemm(T, "minus-one")),
+    Mutant("-1 rows not zeroed", TRITON, "tl.zeros((ROWS, BLOCK_N), tl.float32), slot,", "tl.full((ROWS, BLOCK_N), float('nan'), tl.float32), slot,", gemm(T, "minus-one")),
+    Mutant("-1 rows not written", TRITON, "tl.zeros((ROWS, BLOCK_N), tl.float32), slot, slots,", "tl.zeros((ROWS, BLOCK_N), tl.float32), slot, 0,", gemm(T, "minus-one")),
     Mutant("expert offset in 32 bits", TRITON, "expert.to(tl.int64) * w_stride_e", "expert * w_stride_e", compiled(T, "offsets")),
-    Mutant("row offset in 32 bits", TRITON, "y_rows = y_ptr + slot.to(tl.int64) * N", "y_rows = y_ptr + slot * N", compiled(T, "offsets")),
+    Mutant("row offset in 32 bits", TRITON, "y_ptrs = y_ptr + slot.to(tl.int64)[:, None] * N", "y_ptrs = y_ptr + slot[:, None] * N", compiled(T, "offsets")),
     Mutant("FP8 widened before the product", TRITON, 'if SCALES != "none" and not QUANTISED_X:', 'if SCALES != "none":\n            x = x.to(tl.float16)', compiled(T, "test_compiles and w8a8-channel")),
     Mutant("plan: padding off by one", PREPARE, "first_row * BLOCK_M + own_count, end_row", "first_row * BLOCK_M + own_count + 1, end_row", ("tests/test_planning.py", "-k", "triton")),
     Mutant("plan: a tile row too many", PREPARE, "rows = (counts + BLOCK_M - 1) // BLOCK_M", "rows = counts // BLOCK_M + 1", ("tests/test_planning.py", "-k", "triton")),
@@ -107,6 +111,11 @@ MUTANTS = (
     Mutant("second chunk of a row taken for the first", PREPARE, "if CHUNK < K:", "if False:", ("tests/test_fp8.py", "-k", "triton and row_lengths")),
     Mutant("token scale off by a factor of 2", PREPARE, "> 0x600000)", "> 0x700000)", ("tests/test_fp8.py", "-k", "triton")),
     Mutant("NaN token not marked", PREPARE, 'tl.where(tl.max(not_finite, 0) > 0, float("nan"), scale)', "scale", ("tests/test_fp8.py", "-k", "triton")),
+    Mutant("two blocks: tail not multiplied", TRITON, "tall = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots", "tall = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < 0", two_blocks(T)),
+    Mutant("two blocks: a tail of one slot not seen", TRITON, "tall = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS)", "tall = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + 1)", two_blocks(T)),
+    Mutant("two blocks: tail has the head's slots", TRITON, "tail_slot = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS +", "tail_slot = tl.load(sorted_slot_ptr + row * BLOCK_M +", two_blocks(T)),
+    Mutant("two blocks: -1 rows of the tail not written", TRITON, "tl.zeros((TAIL, BLOCK_N), tl.float32), tail_slot, slots,", "tl.zeros((TAIL, BLOCK_N), tl.float32), tail_slot, 0,", two_blocks(T)),
+    Mutant("two blocks: the tail's rows of x do not go on", TRITON, "tail_ptrs += BLOCK_K", "tail_ptrs += 0", two_blocks(T)),
     # Planning and quantisation in jax.numpy
     Mutant("jax plan: equal ranks", PLAN_JAX, "(slot[None, :] < slot[:, None])", "(slot[None, :] < slot[:, None] - 1)", ("tests/test_planning.py", "-k", "jax")),
     Mutant("jax plan: -1 rows first", PLAN_JAX, "experts, ids)\n", "0, ids)\n", ("tests/test_planning.py", "-k", "jax")),
@@ -127,6 +136,8 @@ MUTANTS = (
     Mutant("pallas split: a part too few added", "backends/pallas_triton_rows.py", "for part in range(parts):", "for part in range(parts - 1):", split("pallas-triton", "two-pass")),
     Mutant("pallas popular: span of the wrong row", PALLAS, "tile_span[by_rows, 0], tile_span[by_rows, 1]", "tile_span[by_rows, 0], tile_span[by_rows, 1] + 1", ("tests/test_tile_order.py", "-k", "pallas_equals and popular and pallas-triton")),
     Mutant("jax plan: popularity ignored", PLAN_JAX, "heat = counts if popularity is None else", "heat = counts if popularity is None or True else", ("tests/test_planning.py", "-k", "jax")),
+    Mutant("pallas two blocks: tail not multiplied", PALLAS, "(first_of_tail < slots)", "(first_of_tail < 0)", two_blocks("pallas-triton")),
+    Mutant("pallas two blocks: no tile without a tail", PALLAS, "(first_of_tail >= slots)", "(first_of_tail > slots)", two_blocks("pallas-triton")),
     # The Pallas kernel, Mosaic GPU lowering
     Mutant("mosaic: skipped tile", MOSAIC, "lax.div(tiles * parts - block", "lax.div(tiles * parts - 1 - block", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: wrong expert", MOSAIC, "part, expert_gmem[row], needed", "part, expert_gmem[row * 0], needed", gemm("pallas-mosaic", "ragged and fp16 and row")),
