@@ -31,7 +31,9 @@ DTYPES: tuple[tuple[str, ScaleLayout], ...] = (
 )  # fmt: skip
 CONFIG = Config(block_m=16, block_n=64, block_k=64, num_stages=3, group_m=2)
 TALL = Config(block_m=48, block_n=128, block_k=64, num_warps=8, num_stages=3, group_m=2)
-"""Of pallas-mosaic: two warp-groups that multiply, a tile that is stored in chunks."""
+"""In Triton two blocks of rows; in pallas-mosaic two warp-groups that multiply, a tile that is stored in chunks."""
+TURNS = TALL.replace(ping_pong=True)
+"""Of pallas-mosaic: two warp-groups that take tiles in turn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,7 @@ SHAPES = {
     "unaligned": Shape("N and K odd: no row starts at a multiple of anything", _FEW, 4, 65, 33),
     "empty": Shape("an expert without tokens, -1 slots, one expert with three tile rows", _MANY, 4, 128, 128),
     "tall": Shape("34 slots of one expert in a tile of 48 rows", _MANY, 4, 200, 288),
+    "turns": Shape("the same, more tiles than an H200 has SMs: thread blocks take several", _MANY, 4, 6400, 288),
 }
 
 
@@ -91,7 +94,7 @@ class Variant:
     @property
     def config(self) -> Config:
         if self.reduction is None:
-            return TALL if self.shape == "tall" else CONFIG
+            return {"tall": TALL, "turns": TURNS}.get(self.shape, CONFIG)
         split: dict[str, Any] = {"split_k": 3, "reduction": self.reduction}
         return CONFIG.replace(**split)
 
@@ -129,7 +132,7 @@ def variants(backend: str) -> list[Variant]:
     plain = [
         Variant(backend, shape, dtype, layout, order)
         for shape, (dtype, layout), order in itertools.product(SHAPES, DTYPES, ORDERS)
-        if shape != "tall" or backend == "pallas-mosaic"
+        if _concerns(backend, shape, order)
     ]
     split = [
         Variant(backend, "ragged", dtype, layout, ORDERS[(i + j) % len(ORDERS)], reduction)
@@ -137,6 +140,13 @@ def variants(backend: str) -> list[Variant]:
         for j, (dtype, layout) in enumerate(DTYPES)
     ]
     return plain + split
+
+
+def _concerns(backend: str, shape: str, order: str) -> bool:
+    """Tall tiles are another kernel in each backend, whatever the order: two orders of them, and of turns."""
+    if shape not in ("tall", "turns"):
+        return True
+    return order in ("row", "popular") and (shape == "tall" or backend == "pallas-mosaic")
 
 
 def covering(backend: str) -> list[Variant]:
