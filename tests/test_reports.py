@@ -279,10 +279,13 @@ def test_one_trace_serves_every_routing(backend: str) -> None:
     call = functools.partial(backends.moe_gemm, config=SMALL, backend=backend, interpret=INTERPRET)
     device = jax.devices("gpu" if HAS_GPU else "cpu")[0]
     jitted = jax.jit(lambda x, w, ids: call(x, w, ids))
-    for counts in ((4,), (1, 0, 0, 1, 1, 0, 0, 1)):
+    sizes = []
+    for counts in ((4,), (4,), (1, 0, 0, 1, 1, 0, 0, 1)):
         data = data_of(ids_of(*counts), experts=8, n=64, k=32)
         assert_exact(np.asarray(jitted(*jax.device_put((data.x, data.w, data.ids), device))), data)
-    assert jitted._cache_size() == 1
+        sizes.append(jitted._cache_size())
+    # The first call of a process may set options of JAX that are part of the key: its second one is traced again.
+    assert sizes[1] == sizes[2]
 
 
 @report("host synchronisation")
