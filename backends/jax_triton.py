@@ -110,19 +110,15 @@ def _moe_gemm(
     by = triton_launch.popularity_of(order, popularity)
     # A pointer that a kernel does not touch still has to be one: here topk_ids, below tile_rows stands in.
     popularity_ptr = topk_ids if popularity is None else popularity
-    inputs = {"topk_ids_ptr": topk_ids, "popularity_ptr": popularity_ptr, **slots}
+    inputs = {"topk_ids_ptr": topk_ids, "popularity_ptr": popularity_ptr, "x_ptr": x, **slots}
     outputs = {
         "sorted_slot_ptr": jax.ShapeDtypeStruct((max_tile_rows * config.block_m,), jnp.int32),
         "tile_expert_ptr": jax.ShapeDtypeStruct((max_tile_rows,), jnp.int32),
         "tile_rows_ptr": jax.ShapeDtypeStruct((1,), jnp.int32),
         "tile_span_ptr": jax.ShapeDtypeStruct((1 if by == "none" else max_tile_rows, 2), jnp.int32),
+        "scaled_ptr": jax.ShapeDtypeStruct(x.shape if problem.scales_x else (1,), problem.kernel_x_dtype),
+        "x_scale_ptr": jax.ShapeDtypeStruct((problem.tokens if problem.scales_x else 1,), jnp.float32),
     }
-    if problem.scales_x:
-        inputs["x_ptr"] = x
-        outputs["scaled_ptr"] = jax.ShapeDtypeStruct(x.shape, problem.kernel_x_dtype)
-        outputs["x_scale_ptr"] = jax.ShapeDtypeStruct((problem.tokens,), jnp.float32)
-    else:
-        inputs |= dict.fromkeys(("x_ptr", "scaled_ptr", "x_scale_ptr"), topk_ids)
     sorted_slot, tile_expert, tile_rows, tile_span, *of_x = launch(
         "prepare_kernel",
         triton_launch.prepare_grid(problem),
@@ -130,7 +126,7 @@ def _moe_gemm(
         outputs,
         triton_launch.prepare_constants(problem, config.block_m, by, x_stride=problem.k),
     )
-    scaled, x_scale = of_x or (x, None)
+    scaled, x_scale = of_x if problem.scales_x else (x, None)
 
     scales = {
         "w_scale_ptr": tile_rows if w_scale is None else w_scale,
@@ -225,6 +221,7 @@ def _launch(
     import jax_triton
 
     kernel = triton_launch.kernel(kernel_name)
+    _check_order(kernel_name, inputs, outputs)
     given = any(isinstance(out, jax.Array) for out in outputs.values())
     if fill is None and not given:
         return jax_triton.triton_call(
@@ -235,6 +232,14 @@ def _launch(
     y = jax.new_ref(before)  # the kernel writes into this buffer
     jax_triton.triton_call(**inputs, **{name: y}, kernel=kernel, grid=grid, out_type=[], name=kernel_name, **constants)
     return [y[...]]
+
+
+def _check_order(kernel_name: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+    """jax-triton 0.4.1 hands a kernel the input buffers and then the output buffers, whatever its parameters' order."""
+    arrays = [name for name, value in inputs.items() if not isinstance(value, int)]
+    parameters = [name for name in triton_launch.kernel(kernel_name).arg_names if name in (*arrays, *outputs)]
+    if parameters != [*sorted(arrays, key=parameters.index), *outputs]:
+        raise RuntimeError(f"{kernel_name}: takes {parameters}; allowed: outputs {list(outputs)} last, in this order")
 
 
 def _launch_interpreted(
@@ -251,6 +256,7 @@ def _launch_interpreted(
 
     from backends import arrays, triton_interpreter
 
+    _check_order(kernel_name, inputs, outputs)
     scalars = {name: value for name, value in inputs.items() if isinstance(value, int)}
     given = {name: out for name, out in outputs.items() if isinstance(out, jax.Array)}
     operands = {name: value for name, value in inputs.items() if name not in scalars} | given

@@ -162,9 +162,10 @@ def _work(
 
     plan = ("sorted_slot", "tile_expert", "tile_rows")
     of_x = ("x", scaled, x_scale) if problem.scales_x else ("tile_rows",) * 3
+    prepared = ("topk_ids", popularity, of_x[0], *plan, span, *of_x[1:])
     constants = triton_launch.prepare_constants(problem, config.block_m, by, x_stride=x_stride)
     prepare_grid = triton_launch.prepare_grid(problem)
-    steps = [Step("prepare_kernel", prepare_grid, ("topk_ids", popularity, *plan, span, *of_x), slots, constants)]
+    steps = [Step("prepare_kernel", prepare_grid, prepared, slots, constants)]
     if problem.scales_x:
         x_stride = problem.k
     rows_grid = triton_launch.rows_grid(problem)

@@ -28,11 +28,11 @@ def bucket_of(ids, E: tl.constexpr):
 def prepare_kernel(
     topk_ids_ptr,  # (S,)
     popularity_ptr,  # (E,); not read unless POPULARITY is "given"
+    x_ptr,  # (T, K), rows x_stride apart; like scaled_ptr and x_scale_ptr not touched unless SCALED_X
     sorted_slot_ptr,  # (max_tile_rows * BLOCK_M,)
     tile_expert_ptr,  # (max_tile_rows,)
     tile_rows_ptr,  # (1,)
     tile_span_ptr,  # (max_tile_rows, 2); not written if POPULARITY is "none"
-    x_ptr,  # (T, K), rows x_stride apart; this and the next two are not touched unless SCALED_X
     scaled_ptr,  # (T, K), float8_e4m3fn or float16
     x_scale_ptr,  # (T,)
     slots,  # S = T * top_k

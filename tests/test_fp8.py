@@ -102,7 +102,7 @@ def triton_scale(x: np.ndarray, target: str) -> tuple[np.ndarray, np.ndarray]:
     constants = triton_launch.prepare_constants(problem, 16, x_stride=x.shape[1])
     ids = torch.zeros((x.shape[0], 1), dtype=torch.int32, device=tensor.device)
     plan = torch.empty((3, 16 * problem.max_tile_rows(16)), dtype=torch.int32, device=tensor.device)
-    arguments = (ids, ids, *plan, plan[0], tensor, scaled, scale, problem.slots)
+    arguments = (ids, ids, tensor, *plan, plan[0], scaled, scale, problem.slots)
     launch("prepare_kernel", triton_launch.prepare_grid(problem), arguments, constants)
     return arrays.to_host(scaled), arrays.to_host(scale)
 

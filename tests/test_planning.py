@@ -167,7 +167,7 @@ def triton_plan(
     topk_ids = torch.from_numpy(ids).to(device)
     by = popularity if isinstance(popularity, str) else "none" if popularity is None else "given"
     heat = torch.from_numpy(popularity).to(device) if isinstance(popularity, np.ndarray) else topk_ids
-    arguments = (topk_ids, heat, *made, topk_ids, topk_ids, topk_ids, problem.slots)
+    arguments = (topk_ids, heat, topk_ids, *made, topk_ids, topk_ids, problem.slots)
     with pytest.MonkeyPatch.context() as patch:
         if few_slots is not None:
             patch.setattr(triton_launch, "FEW_SLOTS", few_slots)
