@@ -1,7 +1,7 @@
 """The shipped Triton GEMM kernel with parts of it left out, to tell what each costs beside a plain read.
 
-With all parts this is `moe_gemm_kernel` for a tile of one block of rows, whole tiles of channels, weights on the left and
-column order, without scales. Without the product, weights and x are int32 words of the same bytes, and each program
+With all parts this is `moe_gemm_kernel` for a tile of one block of rows, whole tiles of channels, weights on the left
+and column order, without scales. Without the product, weights and x are int32 words of the same bytes, and each program
 stores the sum of all that it read: no load can be left out, and a sum tells a byte that was missed.
 
     "contiguous"        a tile's strip of weights, BLOCK_N x K, is walked from its first byte to its last

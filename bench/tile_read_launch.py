@@ -1,4 +1,4 @@
-"""How the kernel of tile_read_kernel.py is launched, step by step: behind a call's own planning; and what it must give."""
+"""How the kernel of tile_read_kernel.py is launched, behind a call's own planning, and what each step must give."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def constants(problem: Problem, config: Config, step: str) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Reader:
-    """All steps of one problem at one config. Each call makes the plan as a call of `moe_gemm` does, and quantises x."""
+    """All steps of one problem at one config. Each call plans and quantises x first, as `moe_gemm` does."""
 
     data: Data
     config: Config

@@ -1,11 +1,12 @@
 """Where the time of the Triton GEMM kernel above a plain read goes, part by part: `python -m bench tile-reads`.
 
 Each step of tile_read_launch.py reads the same weights and does one thing more than the step before; the last is the
-shipped kernel. Beside them is the fastest of a few plain reads (reads.py) of as many bytes. A step whose sums or products
-are wrong has no time. Every sample has a flushed L2 and a call's own planning just before it; steps are timed in turns.
+shipped kernel. Beside them is the fastest of a few plain reads (reads.py) of as many bytes. A step whose sums or
+products are wrong has no time. Every sample has a flushed L2, and steps and shipped kernel a call's own planning just
+before them; all are timed in turns.
 
-`balanced` is a made-up layer whose tiles fill every SM equally often, beside mixtral-8x7b with one token, whose tiles do
-not and which has the same K, config and number of experts.
+`balanced` is a made-up layer with equally many tiles for every SM. mixtral-8x7b with one token has the same K, config
+and active experts, and tiles that do not come out even.
 
 One JSON line a cell (case and dtype) is written when it is done; a run that was cut short goes on behind them.
 """
@@ -17,7 +18,7 @@ import functools
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,19 +26,15 @@ import typer
 
 from bench import reads, results
 from bench.cases import _TINY, Case, Row
-from bench.tables import NOT_MEASURED, markdown
-from bench.terminal import Table, print_table
-from bench.tile_read_launch import PRODUCT, STEPS, Reader
+from bench.terminal import print_table
+from bench.tile_read_launch import STEPS, Reader
+from bench.tile_read_tables import COLUMNS, FILE, PLAIN, SAMPLES, SHIPPED, read, table
 from shared.checks import ArgumentError
 from shared.config import Config
 from shared.gpus import gpus
 from shared.models import Model, model
 
-FILE = "tile-reads.jsonl"
-PLAIN, SHIPPED = "plain read", "shipped kernel"
-COLUMNS = (PLAIN, *STEPS, SHIPPED)
 DTYPES = ("fp16", "fp8-w8a8")
-SAMPLES = 15
 DESIGNS = tuple(d for d in reads.DESIGNS if d.per_program == 4096 or d.programs_per_sm == 2)
 """One of each kind."""
 _BALANCED = Model(
@@ -166,8 +163,8 @@ def contenders(row: Row, reader: Reader, device: Any, sms: int) -> dict[str, tup
     from bench.contenders import Contender, prepare, to_torch
     from bench.measure import check
 
-    def contender(call: Callable[..., Any], name: str) -> Contender:
-        return Contender(row, "torch", call, (), to_torch, name, config=reader.config, tile_rows=reader.rows)
+    def contender(call: Callable[..., Any], name: str, records: int) -> Contender:
+        return Contender(row, "torch", call, (), to_torch, name, reader.config, reader.rows, records=records)
 
     found: dict[str, tuple[Any, Callable[[], object]]] = {}
     hopper = not device.interpret and torch.cuda.get_device_capability() >= (9, 0)
@@ -175,49 +172,15 @@ def contenders(row: Row, reader: Reader, device: Any, sms: int) -> dict[str, tup
         if hopper or design.kind != "descriptor":
             call = functools.partial(reader.plain_read, design, sms)
             found[f"{PLAIN}: {design.name}"] = (
-                contender(call, reads.KERNEL),
+                contender(call, reads.KERNEL, 1),
                 functools.partial(reader.check_plain, call),
             )
+    planned = 1 if device.interpret else 2  # planning is a kernel, too
     for step in STEPS:
         call = functools.partial(reader, step)
-        found[step] = contender(call, torch_triton.KERNEL_NAME), functools.partial(reader.check, step)
+        found[step] = contender(call, torch_triton.KERNEL_NAME, planned), functools.partial(reader.check, step)
     shipped = prepare(row, reader.data, device, config=reader.config)
     return found | {SHIPPED: (shipped, lambda: check(shipped, reader.data, device, shipped.eager))}
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The cells of a file; of one measured twice the last. None where there is no file."""
-    return results.by_id(path) if path.exists() else []
-
-
-def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A line a cell: bytes, their time at the read ceiling, tiles per SM, and how much longer each step takes, µs."""
-    headings = ["case", "dtype", "tile", "MB", "at the read ceiling µs", "tiles per SM", "programs per SM"]
-    lines = []
-    for row in rows:
-        floor = row["bytes"] / row["read_bytes_per_s"] * 1e6
-        above = [f"{row['us'][name] - floor:+.1f}" if name in row["us"] else "no time" for name in COLUMNS]
-        held = (row["programs_per_sm"].get(step) for step in ("tiles", "with x", PRODUCT))
-        lines.append([
-            row["case"], row["dtype"], str(Config.from_mapping(row["config"])), f"{row['bytes'] / 1e6:.1f}",
-            f"{floor:.1f}", f"{row['tiles'] / row['sms']:.2f}", ", ".join("–" if n is None else str(n) for n in held),
-            *above,
-        ])  # fmt: skip
-    return [*headings, *COLUMNS], lines
-
-
-def block(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: where and with what, `table`, what has no time."""
-    if not rows:
-        return f"{NOT_MEASURED} On a GPU: `python -m bench tile-reads`."
-    last = rows[-1]
-    versions = ", ".join(f"{name} {last['versions'][name]}" for name in ("torch", "triton"))
-    intro = (
-        f"{last['gpu']}, {last['date']}, cold L2; {versions}. Medians of {SAMPLES}. Programs per SM: as many as fit at "
-    )
-    intro += f"once, of *tiles*, *with x* and *{PRODUCT}*."
-    failed = [f"- {row['id']}, {name}: no time, {why}." for row in rows for name, why in row["failed"].items()]
-    return "\n\n".join([intro, markdown(table(rows)), *(["\n".join(failed)] if failed else [])])
 
 
 def add_to(app: typer.Typer) -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import backends
 from backends import triton_launch
-from bench import data, evidence, tile_read_launch, tile_reads
+from bench import data, evidence, tile_read_launch, tile_read_tables, tile_reads
 from bench.__main__ import app
 from bench.cases import Case
 from bench.machine import Rehearsal
@@ -65,7 +65,7 @@ def test_bytes_that_are_not_read_are_noticed(step: str, monkeypatch: pytest.Monk
 
     one.check(step)
     monkeypatch.setattr(tile_read_launch, "constants", shorter)
-    with pytest.raises(AssertionError, match="sums|error"):
+    with pytest.raises(AssertionError, match=r"sums|error"):
         one.check(step)
 
 
@@ -169,7 +169,7 @@ def test_a_wrong_step_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reader, "__call__", call)
     row = next(tile_reads.cells(rehearse=True))
     found = tile_reads.measure(row, data.build(row.case, row.dtype, "channel", device="cpu"), Rehearsal())
-    assert set(found["us"]) == {*STEPS, tile_reads.SHIPPED} - {"tiles", "with x"}
+    assert set(found["us"]) == {*STEPS, tile_read_tables.SHIPPED} - {"tiles", "with x"}
     assert found["failed"].keys() == {"tiles", "with x"}
     assert "3 of 8 tiles" in found["failed"]["tiles"]
     assert found["failed"]["with x"] == "RuntimeError: out of luck"
@@ -182,13 +182,13 @@ def test_the_table_tells_what_is_above_the_bytes_time(tmp_path: Path) -> None:
         "programs_per_sm": {"tiles": 3, PRODUCT: 2}, "failed": {"with x": "error 3"}, "gpu": "g", "date": "d",
         "versions": {"torch": "1", "triton": "2"},
     }  # fmt: skip
-    headings, (line,) = tile_reads.table([row])
+    headings, (line,) = tile_read_tables.table([row])
     told = dict(zip(headings, line, strict=True))
     assert (told["MB"], told["at the read ceiling µs"], told["tiles per SM"]) == ("235.0", "50.0", "1.70")
     assert (told["plain read"], told["tiles"], told["shipped kernel"]) == ("+1.6", "+3.0", "+6.5")
     assert told["programs per SM"] == "3, –, 2"
     assert told["with x"] == "no time"
-    text = tile_reads.block([row])
+    text = tile_read_tables.block([row])
     assert "- c/fp16, with x: no time, error 3." in text
     assert "python -m bench tile-reads" in evidence.BLOCKS["tile-reads"](tmp_path, {})
 
