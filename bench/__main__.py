@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from bench import evidence_cli, launch_cost, results, tune, variants
+from bench import evidence_cli, launch_cost, results, tile_reads, tune, variants
 from bench.cases import SETS, check_routing, check_shard
 from bench.fuzz import command as fuzz_command
 from bench.machine import without_gpu_jax_stays_on_the_cpu
@@ -29,6 +29,7 @@ sanitize_command.add_to(app)
 tune.add_to(app)
 launch_cost.add_to(app)
 variants.add_to(app)
+tile_reads.add_to(app)
 _USAGE_ERROR = 4
 """pytest's exit status for wrong options."""
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]

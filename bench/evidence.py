@@ -10,7 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import article, checked, launch_cost, matrix_unit, performance, tables, variant_tables, verdict
+from bench import (
+    article,
+    checked,
+    launch_cost,
+    matrix_unit,
+    performance,
+    tables,
+    tile_read_tables,
+    variant_tables,
+    verdict,
+)
 from bench.tables import NOT_MEASURED
 
 Found = dict[str, Any]
@@ -85,6 +95,7 @@ BLOCKS: dict[str, Callable[[Path, Found], str]] = {
     **performance.BLOCKS,
     **checked.BLOCKS,
     "launch-cost": lambda folder, found: launch_cost.tables(launch_cost.read(folder / launch_cost.FILE)),
+    "tile-reads": lambda folder, found: tile_read_tables.block(tile_read_tables.read(folder / tile_read_tables.FILE)),
     "variants": lambda folder, found: variant_tables.block(variant_tables.read(folder / variant_tables.FILE)),
 }
 
