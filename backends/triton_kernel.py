@@ -182,7 +182,7 @@ def gemm_tile(
     scale_cols: tl.constexpr = (K + 127) // 128
     block_scale_ptrs = w_scale_ptr + (expert.to(tl.int64) * ((N + 127) // 128) + n_read // 128) * scale_cols
     for step in range(first_step, end_step):
-        k_valid = tl.arange(0, BLOCK_K) < K - step * BLOCK_K
+        k_valid = k < K
         x = load_x(x_ptrs, row_valid, k_valid, MASK_K)
         if MASK_K:  # of w, too: 0 * NaN is NaN
             w = tl.load(w_ptrs, mask=k_valid[None, :], other=0.0)
@@ -200,6 +200,7 @@ def gemm_tile(
             tail_ptrs += BLOCK_K
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
+        k += BLOCK_K
 
     # Scale
     acc = scale(acc, w_scale, row_scale, CHANNEL_SCALES, ROW_SCALES, SWAP_AB)

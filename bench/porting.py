@@ -10,31 +10,38 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 STEPS = ("Locate tile", "Gather rows", "Stream K", "Scale", "Store")
 KERNELS = {
-    "Triton": ("backends/triton_kernel.py", "moe_gemm_kernel"),
-    "Pallas, Triton lowering": ("backends/pallas_triton.py", "_kernel"),
-    "Pallas, Mosaic GPU": ("backends/pallas_mosaic.py", "_kernel"),
+    "Triton": ("backends/triton_kernel.py", ("moe_gemm_kernel", "gemm_tile")),
+    "Pallas, Triton lowering": ("backends/pallas_triton.py", ("_kernel",)),
+    "Pallas, Mosaic GPU": ("backends/pallas_mosaic.py", ("_kernel",)),
 }
+"""File, and the functions that have the steps between them, the first ones first."""
 _HEADING = re.compile(rf"^\s*# ({'|'.join(STEPS)})\b", re.MULTILINE)
 
 
 def steps(kernel: str) -> dict[str, str]:
     """Source of each step of a kernel, by heading, dedented. ValueError where the headings are not STEPS, in order."""
-    path, function = KERNELS[kernel]
+    path, functions = KERNELS[kernel]
     text = (ROOT / path).read_text(encoding="utf-8")
-    node = next(n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.name == function)
-    source = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
-    found = list(_HEADING.finditer(source))
-    if tuple(match[1] for match in found) != STEPS:
-        raise ValueError(f"{path}: {function} has the steps {[match[1] for match in found]}; expected: {STEPS}")
-    ends = [match.start() for match in found[1:]] + [len(source)]
-    return {match[1]: _dedent(source[match.start() : end].strip("\n")) for match, end in zip(found, ends, strict=True)}
+    nodes = {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+    found: dict[str, str] = {}
+    for function in functions:
+        source = "\n".join(text.splitlines()[nodes[function].lineno - 1 : nodes[function].end_lineno])
+        headings = list(_HEADING.finditer(source))
+        ends = [heading.start() for heading in headings[1:]] + [len(source)]
+        for heading, end in zip(headings, ends, strict=True):
+            if heading[1] in found:
+                raise ValueError(f"{path}: {function} has the step {heading[1]} again; expected: once")
+            found[heading[1]] = _dedent(source[heading.start() : end].strip("\n"))
+    if tuple(found) != STEPS:
+        raise ValueError(f"{path}: {', '.join(functions)} has the steps {list(found)}; expected: {list(STEPS)}")
+    return found
 
 
 def markdown(step: str) -> str:
     """One step in every kernel, as code blocks under the kernels' names."""
     parts = []
-    for kernel, (path, function) in KERNELS.items():
-        parts.append(f"**{kernel}** (`{path}`, `{function}`)\n\n```python\n{steps(kernel)[step]}\n```")
+    for kernel, (path, functions) in KERNELS.items():
+        parts.append(f"**{kernel}** (`{path}`, `{'`, `'.join(functions)}`)\n\n```python\n{steps(kernel)[step]}\n```")
     return "\n\n".join(parts)
 
 
