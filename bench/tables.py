@@ -9,6 +9,7 @@ from typing import Any
 
 from backends.registry import BACKENDS
 from bench import results
+from shared.config import Config
 
 Table = tuple[list[str], list[list[str]]]
 """(headings, rows)"""
@@ -44,7 +45,13 @@ def kernel_times(found: dict[str, Any]) -> Table:
     """
     timed = [row for row in found["rows"] if row.get("kernel_us")]
     failed = [row for row in found["rows"] if _kernel_failure(row) and row["contender"] in BACKENDS]
-    effects = {(pair["case"], _dtype(pair), pair["contender"]): pair for pair in found["pairs"] if pair["b"] == "row"}
+    tiles = {_key(row): _tile(row) for row in timed if row["order"] == "column"}
+    effects = {
+        _key(pair): pair
+        for pair in found["pairs"]
+        # A pair of another tile than the time beside it says nothing of that.
+        if pair["b"] == "row" and tiles.get(_key(pair), _tile(pair)) == _tile(pair)
+    }
     paired = [name for name in BACKENDS if any(key[2] == name for key in effects)]
     ours = [row for row in timed if row["contender"] in BACKENDS]
     groups = list(dict.fromkeys((row["case"], _dtype(row)) for row in (*ours, *failed)))
@@ -399,6 +406,16 @@ def _dtype(row: dict[str, Any]) -> str:
 
 def _comparable(dtype: str, peer_dtype: str) -> bool:
     return dtype == peer_dtype or (dtype in TWO_BYTES and peer_dtype in TWO_BYTES)
+
+
+def _tile(item: dict[str, Any]) -> Config | None:
+    """A row's or a pair's config, whichever of its fields were known when it was measured; None of a peer."""
+    return Config.from_mapping(item["config"]) if item.get("config") else None
+
+
+def _key(item: dict[str, Any]) -> tuple[str, str, str]:
+    """Case, dtype and contender of a row or a pair."""
+    return item["case"], _dtype(item), item["contender"]
 
 
 def _effect(pair: dict[str, Any] | None) -> str:

@@ -148,6 +148,18 @@ def test_table_holds_best_peer_and_order_effect(run_file: Path) -> None:
     assert len(lines) == 1
 
 
+def test_an_order_effect_of_another_tile_is_not_shown(run_file: Path) -> None:
+    found = results.compact(results.read(run_file))
+    row = next(row for row in found["rows"] if row["contender"] == "torch-triton")
+    (pair,) = found["pairs"]
+    row["config"], pair["config"] = ({"block_m": rows} for rows in (16, 16))
+    headings, lines = tables.kernel_times(found)
+    assert lines[0][headings.index("row ÷ column, torch-triton")] == "no difference"
+    row["config"] = {"block_m": 32}
+    headings, lines = tables.kernel_times(found)
+    assert "row ÷ column, torch-triton" not in headings
+
+
 def test_findings_are_computed_from_the_results(run_file: Path) -> None:
     found = results.compact(results.read(run_file))
     text = tables.findings(found)
