@@ -218,6 +218,32 @@ def test_split_k_in_two_passes_keeps_the_bits(backend: str) -> None:
     assert_batch_invariant(backend, "bf16", "row", TWO_PASS)
 
 
+TALL = CONFIG.replace(block_m=48)
+TALL_TILES = {name: TALL for name in backends.BACKENDS if name != "pallas-mosaic"} | {
+    "pallas-mosaic": TALL.replace(block_n=128, num_warps=8),
+    "pallas-mosaic in turns": TALL.replace(block_n=128, num_warps=8, ping_pong=True),
+}
+
+
+@NUMERICS
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if INTERPRET and n.startswith("pallas") else ()) for n in TALL_TILES],
+)
+def test_tall_tiles_keep_the_bits(name: str) -> None:
+    """A row has the same bits in a tile's first block of rows and in its second, in a short tile and in a full one."""
+    backend, config = name.split()[0], TALL_TILES[name]
+    given = drawn("bf16")
+    given = dataclasses.replace(given, ids=given.ids * 0)  # all slots are one expert's: two blocks of rows, or more
+    batch = y_of(backend, given, "row", config)
+    for _ in range(RUNS):
+        other_work()
+        assert np.array_equal(y_of(backend, given, "row", config), batch)
+    for tokens in (*SMALLER_BATCHES, list(range(TOKENS))[::-1]):
+        alone = y_of(backend, of_tokens(given, tokens), "row", config)
+        assert np.array_equal(alone, batch[tokens])
+
+
 @NUMERICS
 @EVERY_BACKEND
 def test_without_a_config_the_batch_chooses_one(backend: str) -> None:
