@@ -45,6 +45,7 @@ def export(tuned: Path, folder: Path) -> Exported:
     files: dict[str, dict[str, dict[str, int]]] = {}
     left_out: dict[str, list[int]] = {}
     otherwise: dict[str, list[int]] = {}
+    in_one_block: dict[str, list[int]] = {}
     for entry in content["entries"]:
         if entry["backend"] != "torch-triton" or entry["dtype"] not in SELECTORS or not _is_gate_up(entry):
             continue
@@ -61,6 +62,8 @@ def export(tuned: Path, folder: Path) -> Exported:
         if str(entry["tokens"]) in batches:
             raise ArgumentError(f"{tuned}: two entries for {where}; allowed: one (they differ in K or top_k)")
         batches[str(entry["tokens"])] = tiles(config, problem)
+        if "one_block" in entry:
+            in_one_block.setdefault(name, []).append(entry["tokens"])
         if config.swap_ab != swaps(entry["dtype"], config):
             otherwise.setdefault(name, []).append(entry["tokens"])
     if not files:
@@ -76,6 +79,10 @@ def export(tuned: Path, folder: Path) -> Exported:
     notes = [
         f"{name}, {_listed(tokens)} tokens: left out, as they split K or have two blocks of rows"
         for name, tokens in left_out.items()
+    ]
+    notes += [
+        f"{name}, {_listed(tokens)} tokens: the best tile of one block of rows; the tuned one has two"
+        for name, tokens in in_one_block.items()
     ]
     notes += [
         f"{name}, {_listed(tokens)} tokens: timed with operands in the other order than vLLM's; time it there"

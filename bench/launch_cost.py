@@ -399,7 +399,7 @@ def _free() -> None:
 def read(path: Path) -> list[dict[str, Any]]:
     """The cells of a file, those of one case together; of one measured twice the last. None where there is no file."""
     order = {cell.id: i for i, cell in enumerate(sorted(cells(), key=lambda cell: _CASES.index(_batch(cell))))}
-    rows = results.by_id(path) if path.exists() else []
+    rows = results.by_id(path, "backend") if path.exists() else []
     return sorted(rows, key=lambda row: order.get(row["id"], len(order)))
 
 
@@ -463,7 +463,8 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
     last = rows[-1]
     versions = ", ".join(f"{name} {last['versions'][name]}" for name in ("torch", "triton", "jax", "jax-triton"))
     first = [row for row in rows if row["case"] == rows[0]["case"]]
-    intro = f"{last['gpu']}, {last['date']}; {versions}. µs."
+    dates = " and ".join(sorted({row["date"] for row in rows}))
+    intro = f"{last['gpu']}, {dates}; {versions}. µs."
     parts = [
         intro, markdown(times(rows)), "On the host, µs:", markdown(host(rows)),
         "On the GPU, kernels by name:", markdown(kernels(first)),

@@ -22,6 +22,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {
     "kernel-times": lambda found: _kernel_times(found),
     "kernel-times-short": lambda found: _kernel_times(tables.short(found)),
     "call-times": lambda found: tables.markdown(tables.call_times(found)),
+    "gpu-totals": lambda found: tables.markdown(tables.gpu_totals(found)),
     "published": lambda found: tables.markdown(tables.published(found)),
     "findings": lambda found: tables.findings(found),
     "framework-findings": lambda found: tables.framework_findings(found),

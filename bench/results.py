@@ -95,9 +95,16 @@ def read(path: Path) -> list[dict[str, Any]]:
     return json_lines(path, "kind")
 
 
-def by_id(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file whose lines have ids, read as `read` does; where an id stands twice, the last counts."""
-    return list({line["id"]: line for line in json_lines(path, "id")}.values())
+def by_id(path: Path, *fields: str) -> list[dict[str, Any]]:
+    """The lines of a file whose lines have ids, read as `read` does; where an id stands twice, the last counts.
+
+    fields: what each line of the caller's kind of file has besides; UnusableFile where one lacks them.
+    """
+    found = list({line["id"]: line for line in json_lines(path, "id")}.values())
+    for line in found:
+        if lacking := [field for field in fields if field not in line]:
+            raise UnusableFile(f"{path}: {line['id']} has no {', '.join(lacking)}: it is of another command")
+    return found
 
 
 def json_lines(path: Path, needed: str) -> list[dict[str, Any]]:

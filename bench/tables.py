@@ -210,6 +210,22 @@ def call_times(found: dict[str, Any]) -> Table:
     return headings, lines
 
 
+def gpu_totals(found: dict[str, Any]) -> Table:
+    """GPU time of all kernels of an eager call, µs: each backend's fastest order, the least of a line in bold."""
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for row in found["rows"]:
+        if row["contender"] in BACKENDS and row.get("gpu_total_us"):
+            own = times.setdefault((row["case"], _dtype(row)), {})
+            own[row["contender"]] = min(own.get(row["contender"], math.inf), row["gpu_total_us"])
+    lines = []
+    for (case, dtype), own in times.items():
+        least = min(own.values())
+        cells = [_time(own.get(name)) for name in BACKENDS]
+        bold = (f"**{cell}**" if own.get(name) == least else cell for name, cell in zip(BACKENDS, cells, strict=True))
+        lines.append([case, dtype, *bold])
+    return ["case", "dtype", *BACKENDS], lines
+
+
 def published(found: dict[str, Any]) -> Table:
     """The kernel as published in 2024: what it writes, and the time of writing everything."""
     headings = ["tokens", "tiles visited (counted)", "output written", "its µs", "row order µs", "apparent speed-up"]
@@ -334,7 +350,7 @@ def _fp8_finding(found: dict[str, Any]) -> str:
         return ""
     return (
         f"**FP8**: up to {DECODE_TOKENS} tokens, reading 200 MB and more, the best FP8 kernel is {min(gains):.2f} to "
-        f"{max(gains):.2f} times as fast as the best 16-bit kernel ({len(gains)} cases)."
+        f"{max(gains):.2f} times as fast as the best 16-bit kernel ({len(gains)} cases of this set)."
     )
 
 
@@ -351,8 +367,8 @@ def _peer_finding(found: dict[str, Any]) -> str:
     if not ratios:
         return ""
     return (
-        f"**Peers** that come with PyTorch and JAX take {min(ratios):.2f} to {max(ratios):.2f} times the time of the "
-        f"best backend (median {statistics.median(ratios):.2f})."
+        f"**Peers**: the fastest one takes {min(ratios):.2f} to {max(ratios):.2f} times the time of the best backend "
+        f"(median {statistics.median(ratios):.2f})."
     )
 
 

@@ -401,13 +401,15 @@ def doubts(found: dict[str, Any] | None) -> list[str]:
     if found is None:
         return []
     counts = Counter(notice for row in found["rows"] for notice in row.get("notices", ()))
-    told = [f"doubtful, {count} times: {notice}" for notice, count in counts.most_common()]
+    told = [
+        f"{count} time{'s are' if count > 1 else ' is'} doubtful: {notice}" for notice, count in counts.most_common()
+    ]
     return told + bounds.doubts(found, layers(found["run"].get("seed", 0)))
 
 
 def told(lines: Sequence[Line]) -> str:
     """How many lines are missed, and how many of those no kernel could meet."""
-    judged = [line for line in lines if not line.is_bound]
+    judged = [line for line in lines if line.status != "told"]
     missed = [line for line in judged if line.status == "missed"]
     if not missed:
         return f"all {len(judged)} met"

@@ -20,7 +20,7 @@ SAMPLES = 15
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The cells of a file; of one measured twice the last. None where there is no file."""
-    return results.by_id(path) if path.exists() else []
+    return results.by_id(path, "bytes") if path.exists() else []
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -25,7 +25,7 @@ SAME = 0.01
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a file; of one measured twice the last. None where there is no file."""
-    return results.by_id(path) if path.exists() else []
+    return results.by_id(path, "variant", "base_us") if path.exists() else []
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -92,7 +92,8 @@ def _short(cells: Sequence[Cell]) -> str:
     others = [(name, ratio) for name, ratio in ranked if ratio < 1.1]
     rest = f"; at most {others[0][1]:.2f}x for {', '.join(name for name, _ in others)}" if others else ""
     return (
-        f"**In short**, torch-triton: at decode, no (median {np.median(decode):.2f}). Held to 16-row tiles with 16 "
+        f"**In short**, torch-triton: at decode (no expert with more than 16 slots), no (median "
+        f"{np.median(decode):.2f}). Held to 16-row tiles with 16 "
         f"slots (routed token copies) an expert or more, column order is, in fp16, up to this many times as fast: "
         f"{', '.join(winners) or 'none above 1.10x'}{rest}. Where each order may have the tile that suits it, between "
         f"{1 / min(win.ratio for win in best):.2f}x for row order and {max(win.ratio for win in best):.2f}x for column "

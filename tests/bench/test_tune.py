@@ -228,6 +228,7 @@ def test_of_a_tile_of_two_blocks_the_best_of_one_is_exported(tmp_path: Path) -> 
     exported = json.loads(found.paths[0].read_text())
     assert list(exported) == ["512"]
     assert exported["512"]["BLOCK_SIZE_M"] == 64
+    assert any("512 tokens: the best tile of one block of rows" in note for note in found.notes)
     assert any("256 tokens: left out" in note and "two blocks of rows" in note for note in found.notes)
 
 
