@@ -79,7 +79,7 @@ def denied_mean(limits: dict[str, Line], bound: float) -> str:
     """Why no kernel could have this geometric mean, empty where one could. limits: lines of the bounds by kind."""
     for kind, told in ((FLOOR, "at the floor"), (PLAIN, "as fast as a plain read")):
         mean = limits[kind].mean
-        if mean is not None and mean < bound:
+        if mean is not None and not limits[kind].reason and mean < bound:  # not of a part of the cases
             return f"denied: {told} it would be {mean:.3f}"
     return ""
 

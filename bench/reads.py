@@ -234,6 +234,8 @@ class PlainReads:
 def _between(curve: Sequence[tuple[float, float]], size: float) -> float | None:
     if not curve or not curve[0][0] <= size <= curve[-1][0]:
         return None
+    if len(curve) == 1:
+        return curve[0][1]
     place = min(max(bisect.bisect_right(curve, (size, float("inf"))), 1), len(curve) - 1)
     (less, before), (more, after) = curve[place - 1], curve[place]
     return before + (after - before) * (size - less) / (more - less)

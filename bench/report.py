@@ -94,7 +94,11 @@ def _block(match: re.Match[str], by_gpu: dict[str, dict[str, Any]], folder: Path
 
 def _kernel_times(found: dict[str, Any]) -> str:
     """The table, and below it what it cannot show."""
-    return "\n".join([tables.markdown(tables.kernel_times(found)), *(f"\n{note}" for note in tables.notes(found))])
+    table = tables.markdown(tables.kernel_times(found))
+    notes = tables.notes(found)
+    if tables.OTHER_SOURCES in table:
+        notes.append(f"{tables.OTHER_SOURCES} measured with other sources of the kernels than the time beside it")
+    return "\n".join([table, *(f"\n{note}" for note in notes)])
 
 
 def _title(found: dict[str, Any]) -> str:

@@ -37,6 +37,10 @@ def merged(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return found or {"run": {}, "rows": [], "pairs": [], "published": [], "skipped": {}}
 
 
+OTHER_SOURCES = "‡"
+"""Beside an order effect that was measured with other sources of the kernels than the time it stands beside."""
+
+
 def kernel_times(found: dict[str, Any]) -> Table:
     """Per case and dtype: floor, kernel time of each backend, best peer, best share of the ceiling, order effect.
 
@@ -45,13 +49,7 @@ def kernel_times(found: dict[str, Any]) -> Table:
     """
     timed = [row for row in found["rows"] if row.get("kernel_us")]
     failed = [row for row in found["rows"] if _kernel_failure(row) and row["contender"] in BACKENDS]
-    tiles = {_key(row): _tile(row) for row in timed if row["order"] == "column"}
-    effects = {
-        _key(pair): pair
-        for pair in found["pairs"]
-        # A pair of another tile than the time beside it says nothing of that.
-        if pair["b"] == "row" and tiles.get(_key(pair), _tile(pair)) == _tile(pair)
-    }
+    effects = {_key(pair): pair for pair in found["pairs"] if pair["b"] == "row"}
     paired = [name for name in BACKENDS if any(key[2] == name for key in effects)]
     ours = [row for row in timed if row["contender"] in BACKENDS]
     groups = list(dict.fromkeys((row["case"], _dtype(row)) for row in (*ours, *failed)))
@@ -82,7 +80,7 @@ def kernel_times(found: dict[str, Any]) -> Table:
                 *(f"**{t}**" if name == winner else t for name, t in zip(BACKENDS, times, strict=True)),
                 "–" if peer is None else f"{peer['kernel_us']:.1f} ({peer['contender']})",
                 f"{1 / best['times_floor']:.0%}" if best else "–",
-                *(_effect(effects.get((case, dtype, name))) for name in paired),
+                *(_effect(effects.get((case, dtype, name)), own.get(name)) for name in paired),
             ]
         )
     return headings, lines
@@ -434,12 +432,14 @@ def _key(item: dict[str, Any]) -> tuple[str, str, str]:
     return item["case"], _dtype(item), item["contender"]
 
 
-def _effect(pair: dict[str, Any] | None) -> str:
-    if pair is None:
+def _effect(pair: dict[str, Any] | None, row: dict[str, Any] | None) -> str:
+    """A pair's ratio; none where it is of another tile than the time beside it, marked where of other sources."""
+    if pair is None or (row is not None and _tile(pair) != _tile(row)):
         return "–"
+    mark = f" {OTHER_SOURCES}" if row is not None and pair.get("sources") != row.get("sources") else ""
     if pair["verdict"] == "no difference":
-        return "no difference"
-    return f"{pair['ratio']:.3f} [{pair['low']:.3f}, {pair['high']:.3f}]"
+        return f"no difference{mark}"
+    return f"{pair['ratio']:.3f} [{pair['low']:.3f}, {pair['high']:.3f}]{mark}"
 
 
 def _backend_time(row: dict[str, Any]) -> str:

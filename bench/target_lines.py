@@ -101,7 +101,8 @@ def deny(line: Line, values: Sequence[Value], most: Sequence[Value], bound: floa
     values, most: of the same cases by name, to be `bound` or more; told: such as "a plain read reaches {:.3f}", to be
     given the least of `most`. A line that is met is left as it is.
     """
-    short = {value.case for value in values if value.value is None or value.value < bound}
+    lacking = sum(value.value is None for value in values)  # nothing denies those
+    short = {value.case for value in values if value.value is not None and value.value < bound}
     known = {value.case: value.value for value in most if value.value is not None}
     under = {case for case in short if case in known and known[case] < bound}
     if line.status != "missed" or not under:
@@ -109,7 +110,7 @@ def deny(line: Line, values: Sequence[Value], most: Sequence[Value], bound: floa
     text = told.format(min(known[case] for case in under))
     if len(under) < len(values):
         text += f", less than {bound:.3g} in {len(under)} of {len(values)} cases"
-        left = len(short) - len(under)
+        left = len(short) - len(under) + lacking
         text += f"; {left} of the others {'is' if left == 1 else 'are'} missed" if left else "; all others are met"
     return dataclasses.replace(line, denied=f"denied: {text}")
 

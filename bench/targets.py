@@ -245,8 +245,8 @@ def judge(found: dict[str, Any] | None, launched: Sequence[dict[str, Any]] = ())
     limits = [bounds.gain(reads, layer, FP8) for layer in large]
     for backend in BACKENDS:
         values = [_gain(times, layer.name, backend) for layer in large]
-        line = line_of(gain, "FP8", backend, values, ">=", FP8_GAIN)
-        lines.append(deny(line, values, limits, FP8_GAIN, "with both as fast as a plain read it would be {:.3f}"))
+        # Not denied by the ratio of plain reads, which a slower fp16 kernel exceeds: that is told beside it.
+        lines.append(line_of(gain, "FP8", backend, values, ">=", FP8_GAIN))
     lines.append(bounds.line(gain, "FP8", PLAIN, limits, FP8_GAIN))
     for group in GROUPS:
         lines += _peer_lines(times, reads, [layer for layer in chosen if layer.has(group)], group)

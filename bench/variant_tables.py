@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 from collections.abc import Sequence
@@ -26,6 +27,14 @@ SAME = 0.01
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a file; of one measured twice the last. None where there is no file."""
     return results.by_id(path, "variant", "base_us") if path.exists() else []
+
+
+def sources() -> str:
+    """Digest of the code that these times depend on: the shipped kernel's and the variants'."""
+    digest = hashlib.sha256(results.sources().encode())
+    for name in ("variant_kernels.py", "variant_launch.py"):
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -85,4 +94,7 @@ def block(rows: Sequence[dict[str, Any]]) -> str:
     last = rows[-1]
     versions = ", ".join(f"{name} {last['versions'][name]}" for name in ("torch", "triton"))
     intro = f"{last['gpu']}, {last['date']}, cold L2; {versions}. Kernel time."
+    rows = [row for row in rows if row.get("sources") == last.get("sources")]
+    if last.get("sources") != sources():
+        intro += " The kernels' sources have changed since."
     return "\n\n".join([intro, "\n".join(summary(rows)), markdown(table(rows))])

@@ -12,7 +12,6 @@ was cut short goes on behind them.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from bench import results
 from bench.cases import _TINY, DEFAULT_DTYPES, Case, Row
 from bench.terminal import print_table
 from bench.variant_launch import ORDERS, VARIANTS, Variant, moe_gemm, unsupported
-from bench.variant_tables import BASE, FILE, TWO_BLOCKS, read, summary, table
+from bench.variant_tables import BASE, FILE, TWO_BLOCKS, read, sources, summary, table
 from shared.checks import ArgumentError, check_name
 from shared.config import Config
 from shared.models import model
@@ -155,14 +154,6 @@ def run(
         say(f"  {time.monotonic() - started:.1f} s")
     cache.free()
     return True
-
-
-def sources() -> str:
-    """Digest of the code that these times depend on: the shipped kernel's and the variants'."""
-    digest = hashlib.sha256(results.sources().encode())
-    for name in ("variant_kernels.py", "variant_launch.py"):
-        digest.update(Path(__file__).with_name(name).read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def measure(cell: Cell, names: Sequence[str], data: Any, device: Any) -> list[dict[str, Any]]:

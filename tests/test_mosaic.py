@@ -114,8 +114,8 @@ def test_tall_tiles_of_two_warp_groups(variant: str, order: str) -> None:
     [
         ("fp16", "row", 3, 72),  # 3 steps in 3 stages: every tile starts at the same one
         ("fp16", "column", 2, 72),  # an odd number of steps of each stage between one's own tiles
-        ("fp8-w8a16-channel", "popular", 4, 72),
-        ("fp8-w8a8-block", "grouped", 3, 128),
+        pytest.param("fp8-w8a16-channel", "popular", 4, 72, marks=pytest.mark.slow),
+        pytest.param("fp8-w8a8-block", "grouped", 3, 128, marks=pytest.mark.slow),
         ("fp8-w8a8-channel", "row", 5, 32),  # one step a tile: several tiles in the ring at once
     ],
 )
@@ -134,7 +134,9 @@ def test_warp_groups_in_turns(variant: str, order: str, stages: int, k: int) -> 
 
 
 @NUMERICS
-@pytest.mark.parametrize("name", ["one-token", "all-minus-one", "many-rows"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("one-token", "all-minus-one")), "many-rows"]
+)
 def test_warp_groups_in_turns_with_few_tiles(name: str) -> None:
     """Blocks of one tile, or none: a warp-group whose turn never comes."""
     config = Config(block_m=16, block_n=64, block_k=32, num_warps=8, num_stages=2, ping_pong=True)

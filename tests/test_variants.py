@@ -90,7 +90,9 @@ def compiled(name: str, dtype: str) -> Compiled:
 
 @pytest.mark.compile_only
 @pytest.mark.parametrize("dtype", ["fp16", *(pytest.param(d, marks=pytest.mark.slow) for d in DEFAULT_DTYPES[1:])])
-@every_variant
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("tma", SPECIALISED) else pytest.mark.slow) for n in VARIANTS]
+)
 def test_code_has_what_the_variant_is_named_for(name: str, dtype: str) -> None:
     variant, code, config = VARIANTS[name], compiled(name, dtype), config_of(dtype)
     base = compiled(variants.BASE, dtype)

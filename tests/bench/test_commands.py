@@ -155,9 +155,12 @@ def test_an_order_effect_of_another_tile_is_not_shown(run_file: Path) -> None:
     row["config"], pair["config"] = ({"block_m": rows} for rows in (16, 16))
     headings, lines = tables.kernel_times(found)
     assert lines[0][headings.index("row ÷ column, torch-triton")] == "no difference"
+    row["sources"] = "abc"
+    headings, lines = tables.kernel_times(found)
+    assert lines[0][headings.index("row ÷ column, torch-triton")] == "no difference ‡"
     row["config"] = {"block_m": 32}
     headings, lines = tables.kernel_times(found)
-    assert "row ÷ column, torch-triton" not in headings
+    assert lines[0][headings.index("row ÷ column, torch-triton")] == "–"
 
 
 def test_findings_are_computed_from_the_results(run_file: Path) -> None:

@@ -6,22 +6,23 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from bench import reads
+from bench import measure, reads
 from bench.__main__ import app
-from bench.clock import FLUSH_KERNEL
+from bench.clock import FLUSH_KERNEL, KernelRecord
 from bench.reads import Design
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, sys
 import torch
-from bench import reads
+from bench import measure, reads
 chosen = json.loads(sys.argv[1])
 for name, fields, length in chosen:
     design = reads.Design(**fields)
@@ -50,6 +51,31 @@ def test_every_design_reads_every_element_once() -> None:
     command = [sys.executable, "-c", PROGRAM, json.dumps(chosen)]
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert found.stdout.split() == list(SMALL), found.stderr
+
+
+def test_every_sample_is_of_a_cold_l2() -> None:
+    """Flush, then read, in this order, in each sample and in each repetition of one whose record was lost."""
+    did: list[str] = []
+    lost = [True, False, False]
+
+    class Clock:
+        name = "fake"
+
+        def reset(self) -> None: ...
+
+        def records(self) -> list[KernelRecord]:
+            if did and did[-1] == "read":
+                did.append("looked")
+                return [] if lost.pop(0) else [KernelRecord(reads.KERNEL, 1e-6, 0.0)]
+            return []
+
+    device = types.SimpleNamespace(clock=Clock(), synchronize=lambda: None, flush=lambda: did.append("flush"))
+    sample = reads.sampler(device, lambda *_: did.append("read"))  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "gather", lambda clock, *_: clock.records())
+        assert sample(reads.DESIGNS[0], 1 << 22) == pytest.approx(1e-6)
+        assert sample(reads.DESIGNS[0], 1 << 22) == pytest.approx(1e-6)
+    assert [step for step in did if step != "looked"] == ["flush", "read"] * 3
 
 
 def test_designs_fit_and_have_names_of_their_own() -> None:
