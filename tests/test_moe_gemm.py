@@ -103,9 +103,8 @@ def test_split_k_again_with_other_data(backend: str, reduction: str) -> None:
 def tall() -> Iterator[object]:
     """backend, variant, order, changes of the config; few of them by default."""
     few = {
-        ("torch-triton", "bf16", True), ("torch-triton", "fp8-w8a16-channel", True),
-        ("torch-triton", "fp8-w8a8-block", False), ("jax-triton", "fp8-w8a8-channel", True),
-        ("pallas-triton", "fp16", False), ("pallas-triton", "fp8-w8a16-block", True),
+        ("torch-triton", "bf16", True), ("torch-triton", "fp8-w8a8-block", False),
+        ("jax-triton", "fp8-w8a8-channel", True), ("pallas-triton", "fp8-w8a16-block", True),
     }  # fmt: skip
     for i, variant in enumerate(VARIANTS):
         for swap_ab in (True, False):

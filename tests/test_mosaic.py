@@ -116,7 +116,8 @@ def test_tall_tiles_of_two_warp_groups(variant: str, order: str) -> None:
         ("fp16", "column", 2, 72),  # an odd number of steps of each stage between one's own tiles
         pytest.param("fp8-w8a16-channel", "popular", 4, 72, marks=pytest.mark.slow),
         pytest.param("fp8-w8a8-block", "grouped", 3, 128, marks=pytest.mark.slow),
-        ("fp8-w8a8-channel", "row", 5, 32),  # one step a tile: several tiles in the ring at once
+        # one step a tile: several tiles in the ring at once
+        pytest.param("fp8-w8a8-channel", "row", 5, 32, marks=pytest.mark.slow),
     ],
 )
 def test_warp_groups_in_turns(variant: str, order: str, stages: int, k: int) -> None:
@@ -214,7 +215,7 @@ def test_registers_leave_room_for_the_thread_blocks_that_are_launched(dtype: str
 
 
 @pytest.mark.compile_only
-@pytest.mark.parametrize(("tokens", "loads"), [(8, 2), (64, 4)])
+@pytest.mark.parametrize(("tokens", "loads"), [(8, 2), pytest.param(64, 4, marks=pytest.mark.slow)])
 def test_in_row_order_the_first_loads_wait_for_nothing(tokens: int, loads: int) -> None:
     """For sm_90a: how many tile rows there are, the first tile's expert and its height (two slots of a tile of 32 rows)
     are asked for before the first branch. `loads`: of them."""

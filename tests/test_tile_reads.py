@@ -137,7 +137,7 @@ def run(out: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[boo
 
     def measure(row: Any, made: Any, device: Any) -> dict[str, Any]:
         measured.append(f"{row.case.name}/{row.dtype}")
-        return {"id": measured[-1], "us": {"tiles": 1.0}, "failed": {}}
+        return {"id": measured[-1], "bytes": 1, "us": {"tiles": 1.0}, "failed": {}}
 
     monkeypatch.setattr(tile_reads, "measure", measure)
     given: dict[str, Any] = {"seconds": 60, "say": lambda line: None, "rehearse": True}
