@@ -68,7 +68,7 @@ MUTANTS = (
     Mutant("K steps overlap", TRITON, "w_ptrs += BLOCK_K\n", "w_ptrs += BLOCK_K - 1\n", gemm(T, "ragged and fp16 and row")),
     Mutant("split: every part reads the first's K", TRITON, "k = first_step * BLOCK_K + tl.arange(0, BLOCK_K)", "k = tl.arange(0, BLOCK_K)", split(T, "fp16-two-pass")),
     Mutant("split: last steps dropped", TRITON, "end_step = min(first_step + part_steps, steps)", "end_step = min(first_step + part_steps, steps - 1)", split(T, "fp16-two-pass")),
-    Mutant("K mask stays at the first step", TRITON, "        k += BLOCK_K\n", "", split(T, "fp16-two-pass")),
+    Mutant("K mask stays at the first step", TRITON, "        k += BLOCK_K\n", "", gemm(T, "ragged and fp16 and row")),
     Mutant("split: block scale of the first part", TRITON, "block_scale_ptrs + step * BLOCK_K // 128", "block_scale_ptrs + (step - first_step) * BLOCK_K // 128", split(T, "w8a16-block-two-pass")),
     Mutant("split: sums not cleared", TRITON, "tl.store(sums_ptr + slot.to(tl.int64) * N + n, zeros, mask=n < N)", "tl.store(sums_ptr + slot.to(tl.int64) * N + n, zeros, mask=n < 0)", split(T, "fp16-atomic-fp32")),
     Mutant("split: y not cleared", TRITON, "tl.store(sums_ptr + slot.to(tl.int64) * N + n, zeros, mask=n < N)", "tl.store(sums_ptr + slot.to(tl.int64) * N + n, zeros, mask=n < 0)", split(T, "again")),
