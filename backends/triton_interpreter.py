@@ -19,8 +19,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -31,25 +30,37 @@ _lock = threading.RLock()
 
 def launch(kernel_name: str, grid: int, *arguments: Any, **constants: Any) -> None:
     """Interpret `kernel_name` over a one-dimensional grid. Arguments: CPU tensors and numbers."""
-    with _lock, _interpreted_library():
-        getattr(_interpreted_kernels(), kernel_name)[(grid,)](*arguments, **constants)
+    with interpreting():
+        getattr(shipped(), kernel_name)[(grid,)](*arguments, **constants)
 
 
 @functools.cache
-def _interpreted_kernels() -> SimpleNamespace:
-    """What a second copy of the kernels' files defines, whose functions are interpreted."""
-    found: dict[str, Any] = {}
-    for file in ("triton_prepare", "triton_kernel"):
-        path = Path(__file__).with_name(f"{file}.py")
-        name = f"backends._interpreted_{file}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        found |= vars(module)
-    return SimpleNamespace(**found)
+def shipped() -> SimpleNamespace:
+    """What second copies of the kernels' files define, whose functions are interpreted."""
+    files = ("backends.triton_prepare", "backends.triton_kernel")
+    return SimpleNamespace(**{name: member for file in files for name, member in vars(twin(file)).items()})
+
+
+@functools.cache
+def twin(module: str, of_shipped: tuple[str, ...] = ()) -> ModuleType:
+    """A second copy of a module of kernels, whose functions are interpreted. To be called while `interpreting`.
+
+    of_shipped: functions of the shipped kernels that it imports: it gets those that are interpreted.
+    """
+    original = importlib.util.find_spec(module)
+    assert original is not None
+    assert original.origin is not None
+    package, _, file = module.rpartition(".")
+    name = f"{package}._interpreted_{file}"
+    spec = importlib.util.spec_from_file_location(name, original.origin)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[name] = copy
+    spec.loader.exec_module(copy)
+    for function in of_shipped:
+        setattr(copy, function, getattr(shipped(), function))
+    return copy
 
 
 @functools.cache
@@ -66,6 +77,16 @@ def _library_functions() -> list[tuple[Any, str, Any]]:
                 twin = interpreted.setdefault(id(member), InterpretedFunction(member.fn))
                 replaced.append((module, name, twin))
     return replaced
+
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[None]:
+    """Triton's library functions are interpreted ones meanwhile; one thread at a time."""
+    # What is imported meanwhile is interpreted for good: the shipped kernels' own modules are to be the compiled ones.
+    from backends import triton_kernel, triton_prepare  # noqa: F401
+
+    with _lock, _interpreted_library():
+        yield
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from backends.compiled import Compiled, compile_ptx
@@ -197,38 +198,48 @@ def popularity_of(order: str, popularity: Any) -> str:
 
 
 def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
-    """Compile the GEMM kernel for sm_90 without a device: compact x and w, pointers aligned to 16 bytes."""
+    """Compile the GEMM kernel for sm_90 without a device: compact x and w."""
+    constants = gemm_constants(
+        problem, order, config, x_stride=problem.k, w_stride_e=problem.n * problem.k, w_stride_n=problem.k
+    )
+    sums_only = config.reduction_of(problem.k) in ("two-pass", "atomic-fp32")
+    types = [
+        f"*{x_type(problem)}", f"*{w_type(problem)}", *["*fp32"] * 3, *["*i32"] * 4,
+        "*fp32" if sums_only else f"*{TYPES[problem.activation]}", "i32",
+    ]  # fmt: skip
+    return compile_kernel(kernel("moe_gemm_kernel"), types, constants, config)
+
+
+TYPES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8e4nv"}
+"""Triton's names of dtypes."""
+
+
+def x_type(problem: Problem) -> str:
+    """Triton's name of the dtype that the GEMM kernel reads x in."""
+    return TYPES[problem.kernel_x_dtype]
+
+
+def w_type(problem: Problem) -> str:
+    """Triton's name of the dtype of w."""
+    return TYPES["float8_e4m3fn" if problem.is_fp8 else problem.activation]
+
+
+def compile_kernel(kernel: Any, types: Sequence[str], constants: Mapping[str, Any], config: Config) -> Compiled:
+    """A @triton.jit function compiled for sm_90 without a device, pointers aligned to 16 bytes.
+
+    types: Triton's names of the types of its first parameters, such as "*fp16"; constants: the others' values
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    gemm = kernel("moe_gemm_kernel")
-    constants = gemm_constants(
-        problem, order, config, x_stride=problem.k, w_stride_e=problem.n * problem.k, w_stride_n=problem.k
-    )
-    pointer = {"float16": "*fp16", "bfloat16": "*bf16", "float8_e4m3fn": "*fp8e4nv"}
-    signature = {
-        "x_ptr": pointer[problem.kernel_x_dtype],
-        "w_ptr": pointer["float8_e4m3fn" if problem.is_fp8 else problem.activation],
-        "w_scale_ptr": "*fp32",
-        "x_scale_ptr": "*fp32",
-        "topk_weight_ptr": "*fp32",
-        "sorted_slot_ptr": "*i32",
-        "tile_expert_ptr": "*i32",
-        "tile_rows_ptr": "*i32",
-        "tile_span_ptr": "*i32",
-        "y_ptr": "*fp32"
-        if config.reduction_of(problem.k) in ("two-pass", "atomic-fp32")
-        else pointer[problem.activation],
-        "slots": "i32",
-        **dict.fromkeys(constants, "constexpr"),
-    }
-    pointers = [index for index, name in enumerate(gemm.arg_names) if name.endswith("_ptr")]
+    signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
+    aligned = [index for index, kind in enumerate(types) if kind.startswith("*")]
     source = ASTSource(
-        fn=gemm,
+        fn=kernel,
         signature=signature,
-        constexprs=constants,
-        attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
+        constexprs=dict(constants),
+        attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

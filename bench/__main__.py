@@ -14,7 +14,7 @@ import typer
 from bench import evidence_cli, launch_cost, results, tile_reads, tune, variants
 from bench.cases import SETS, check_routing, check_shard
 from bench.fuzz import command as fuzz_command
-from bench.machine import without_gpu_jax_stays_on_the_cpu
+from bench.machine import has_gpu, without_gpu_jax_stays_on_the_cpu
 from bench.sanitize import command as sanitize_command
 from bench.terminal import print_table
 from shared.checks import ArgumentError, check_name
@@ -111,7 +111,7 @@ def compare(
         "--routing": routing != "uniform",
     }
     options |= {"--clock": clock != "cupti", "--results": results_path, "--resume": resume}
-    if not rehearse and not _has_gpu():
+    if not rehearse and not has_gpu():
         raise typer.Exit(_compare_without_gpu(as_json, [name for name, given in options.items() if given]))
     path = (resume or results_path or results.default_path()).absolute()
     command = [sys.executable, "-m", "pytest", "bench", "-q", "--tb=short", "--benchmark-columns=median,iqr,rounds"]
@@ -181,14 +181,6 @@ def report(
         lines = [str(one) for one in added] + [f"{'differs' if check else 'rewritten'}: {c}" for c in changed]
         typer.echo("\n".join(lines) or "README and pictures agree with the committed results")
     raise typer.Exit(1 if check and changed else 0)
-
-
-def _has_gpu() -> bool:
-    try:
-        import torch
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
 
 
 def _run(command: list[str], *, quiet: bool) -> int:

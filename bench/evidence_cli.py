@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bench import cells_cli
 from bench.predict import predict
 from bench.terminal import print_table
 from shared.checks import ArgumentError
@@ -28,7 +29,7 @@ def add_to(app: typer.Typer) -> None:
 
 def reads(
     out: Annotated[Path | None, typer.Option(help="JSON lines, a part of a run about the targets; a new file")] = None,
-    clock: Annotated[str, typer.Option(help="cupti or jax-cupti")] = "cupti",
+    clock: cells_cli.ClockName = "cupti",
     as_json: Json = False,
 ) -> None:
     """What a kernel takes that does nothing but read, from 4 MiB to 4 GiB, on this GPU with a cold L2 (seconds)."""
@@ -63,13 +64,11 @@ def reads(
 
 
 def locality(
-    seconds: Annotated[
-        float, typer.Option(help="start no further cell after so many seconds; run again to go on")
-    ] = 540,
+    seconds: cells_cli.Seconds = 540,
     keyword: Annotated[str, typer.Option("-k", help="only cells whose id contains this")] = "",
     out: Annotated[Path | None, typer.Option(help="folder to write to; default: this GPU's in bench/results")] = None,
     with_counters: Annotated[bool, typer.Option("--counters/--no-counters", help="read counters too, with ncu")] = True,
-    clock: Annotated[str, typer.Option(help="cupti or jax-cupti")] = "cupti",
+    clock: cells_cli.ClockName = "cupti",
     as_json: Json = False,
 ) -> None:
     """Does tile order matter, and with FP8? Measures what is missing (on a GPU), then prints the verdict."""
@@ -78,9 +77,7 @@ def locality(
     from bench.clock import ClockError
     from bench.machine import Machine, gpu_key, smi
 
-    def say(line: str) -> None:
-        typer.echo(line, err=True)
-
+    say = cells_cli.say
     gpu = smi(("name",)).get("name")
     if gpu is None:
         say("No NVIDIA GPU here: what follows was measured elsewhere. `python -m bench predict` needs none.")

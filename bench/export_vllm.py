@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from backends.triton_launch import tail_rows
+from backends.triton_launch import power_of_two, tail_rows
 from shared.checks import ArgumentError
 from shared.config import Config
 from shared.models import models
@@ -98,7 +98,7 @@ def _listed(tokens: list[int]) -> str:
 def tiles(config: Config, problem: Problem) -> dict[str, int]:
     """One batch's entry. Column order is a band of all tile rows: GROUP_SIZE_M is the power of two that holds them."""
     rows = problem.max_tile_rows(config.block_m)
-    values = (config.block_m, config.block_n, config.block_k, 1 << max(0, rows - 1).bit_length())
+    values = (config.block_m, config.block_n, config.block_k, power_of_two(rows))
     return dict(zip(FIELDS, (*values, config.num_warps, config.num_stages), strict=True))
 
 

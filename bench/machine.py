@@ -67,6 +67,15 @@ def gpu_key(name: str) -> str:
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
+def has_gpu() -> bool:
+    """Whether PyTorch sees a GPU."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
 class Device(Protocol):
     """What the suite needs of the machine that it runs on."""
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from backends import torch_triton, triton_launch
-from backends.compiled import Compiled, compile_ptx
+from backends.compiled import Compiled
 from bench import reads, variant_launch
 from shared import planning
 from shared.checks import ArgumentError
@@ -170,56 +169,24 @@ class Reader:
 def _run(interpret: bool, grid: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The kernel as Triton compiled it; None in the interpreter."""
     if interpret:
-        # The shipped kernel comes first: its own module is to be the compiled one.
-        from backends import triton_interpreter, triton_kernel  # noqa: F401
+        from backends import triton_interpreter
 
-        with triton_interpreter._lock, triton_interpreter._interpreted_library():
-            _interpreted().moe_gemm_kernel_tile_read[(grid,)](*arguments, **options)
+        with triton_interpreter.interpreting():
+            shipped = ("gather_rows", "load_x", "multiply", "store", "zeros")
+            kernels = triton_interpreter.twin("bench.tile_read_kernel", shipped)
+            kernels.moe_gemm_kernel_tile_read[(grid,)](*arguments, **options)
         return None
     from bench.tile_read_kernel import moe_gemm_kernel_tile_read
 
     return moe_gemm_kernel_tile_read[(grid,)](*arguments, **options)
 
 
-@functools.cache
-def _interpreted() -> ModuleType:
-    """A second copy of tile_read_kernel.py whose functions, and those of the shipped kernel, are interpreted. To be
-    called where Triton's library is."""
-    import importlib.util
-    import sys
-    from pathlib import Path
-
-    from backends import triton_interpreter
-
-    name = "bench._interpreted_tile_read_kernel"
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("tile_read_kernel.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    for shipped in ("gather_rows", "load_x", "multiply", "store", "zeros"):
-        setattr(module, shipped, getattr(triton_interpreter._interpreted_kernels(), shipped))
-    return module
-
-
 def compile_only(problem: Problem, config: Config, step: str) -> Compiled:
-    """A step's kernel compiled for sm_90 without a device; pointers aligned to 16 bytes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    """A step's kernel compiled for sm_90 without a device."""
     from bench.tile_read_kernel import moe_gemm_kernel_tile_read as kernel
 
-    of_step = constants(problem, config, step)
-    short = {"float16": "*fp16", "bfloat16": "*bf16", "float8_e4m3fn": "*fp8e4nv"}
     types = ["*i32"] * 6 + ["i32"] * 2
     if step == PRODUCT:
-        types[:2] = [short[problem.kernel_x_dtype]] * 2
-        types[5] = short[problem.activation]
-    signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(of_step, "constexpr")
-    aligned = {(index,): [["tt.divisibility", 16]] for index in range(6)}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=of_step, attrs=aligned)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return compile_ptx(compiled.asm["ptx"], compiled.metadata.shared)
+        types[:2] = f"*{triton_launch.x_type(problem)}", f"*{triton_launch.w_type(problem)}"
+        types[5] = f"*{triton_launch.TYPES[problem.activation]}"
+    return triton_launch.compile_kernel(kernel, types, constants(problem, config, step), config)

@@ -24,12 +24,11 @@ from typing import Annotated, Any
 
 import typer
 
-from bench import reads, results
+from bench import cells_cli, reads, results
 from bench.cases import _TINY, Case, Row
 from bench.terminal import print_table
 from bench.tile_read_launch import STEPS, Reader
 from bench.tile_read_tables import COLUMNS, FILE, PLAIN, SAMPLES, SHIPPED, read, table
-from shared.checks import ArgumentError
 from shared.config import Config
 from shared.gpus import gpus
 from shared.models import Model, model
@@ -188,38 +187,22 @@ def add_to(app: typer.Typer) -> None:
 
 
 def tile_reads(
-    seconds: Annotated[float, typer.Option(help="start no further cell after so many seconds")] = 540,
+    seconds: cells_cli.Seconds = 540,
     keyword: Annotated[str, typer.Option("-k", help="only cells whose id contains this")] = "",
-    out: Annotated[Path | None, typer.Option(help="JSON lines; default: this GPU's in bench/results")] = None,
-    clock: Annotated[str, typer.Option(help="cupti or jax-cupti")] = "cupti",
-    source: Annotated[Path | None, typer.Option("--from", help="only print this file")] = None,
-    rehearse: Annotated[bool, typer.Option("--rehearse", help="a tiny case on the CPU; times mean nothing")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    out: cells_cli.Out = None,
+    clock: cells_cli.ClockName = "cupti",
+    source: cells_cli.Source = None,
+    rehearse: cells_cli.Rehearse = False,
+    as_json: cells_cli.AsJson = False,
 ) -> None:
     """What the Triton GEMM kernel takes beside a plain read of its bytes, part by part."""
     import json
 
-    from bench.clock import ClockError
-    from bench.machine import Machine, Rehearsal, gpu_key, smi
+    def measure(path: Path, device: Any) -> None:
+        run(path, device, seconds=seconds, keyword=keyword, say=cells_cli.say, rehearse=rehearse)
 
-    try:
-        if source is not None and not source.exists():
-            raise ArgumentError(f"--from: got {source}, which does not exist; allowed: a file of this command")
-        if source is None:
-            gpu = smi(("name",)).get("name")
-            if rehearse and out is None:
-                raise ArgumentError("--out: got none with --rehearse; allowed: a file, as these times mean nothing")
-            if gpu is None and not rehearse:
-                raise ArgumentError(
-                    "no NVIDIA GPU here: times need one; --rehearse walks through on the CPU, --from prints a file"
-                )
-            source = out or results.RESULTS / gpu_key(str(gpu)) / FILE
-            run(source, Rehearsal() if rehearse else Machine(clock), seconds=seconds, keyword=keyword,
-                say=lambda line: typer.echo(line, err=True), rehearse=rehearse)  # fmt: skip
-        rows = read(source)
-    except (ArgumentError, ClockError, results.UnusableFile) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    with cells_cli.refusals():
+        rows = cells_cli.rows(source, out, file=FILE, clock=clock, rehearse=rehearse, measure=measure, read=read)
     typer.echo(json.dumps(rows)) if as_json else print_table(
         table(rows), "µs above the bytes' time at the read ceiling"
     )

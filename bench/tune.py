@@ -27,6 +27,7 @@ from backends.triton_launch import tail_rows
 from bench import prune
 from bench.cases import DEFAULT_DTYPES, Case, Row
 from bench.clock import CLOCKS, ClockError
+from bench.machine import has_gpu
 from bench.prune import Spills
 from bench.results import append, differences, end_at_a_line
 from shared.checks import ArgumentError, check_name
@@ -509,7 +510,7 @@ def tune(
         if export_to is not None:
             _export(export_to, gpu)
             return
-        if not _has_gpu():
+        if not has_gpu():
             raise ArgumentError("no NVIDIA GPU that PyTorch can use: `python -m bench doctor` says what is missing")
         run(chosen)
     except (ArgumentError, ClockError) as error:
@@ -525,7 +526,7 @@ def _export(folder: Path, gpu: str | None) -> None:
     from bench import export_vllm
 
     known = sorted(path.stem for path in TUNED.glob("*.json"))
-    if gpu is None and _has_gpu():
+    if gpu is None and has_gpu():
         import torch
 
         gpu = torch.cuda.get_device_name()
@@ -535,14 +536,6 @@ def _export(folder: Path, gpu: str | None) -> None:
     found = export_vllm.export(TUNED / f"{wanted}.json", folder)
     for line in (*map(str, found.paths), *found.notes):
         typer.echo(line)
-
-
-def _has_gpu() -> bool:
-    try:
-        import torch
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
 
 
 def main() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from backends import torch_triton, triton_launch
-from backends.compiled import Compiled, compile_ptx
+from backends.compiled import Compiled
 from shared.checks import ArgumentError, check_name
 from shared.config import Config
 from shared.problem import Problem
@@ -187,59 +185,21 @@ def _resident_programs(compiled: Any) -> int:
 def _launch_interpreted(kernel_name: str, grid: int, arguments: list[Any], constants: dict[str, Any]) -> None:
     from backends import triton_interpreter
 
-    with triton_interpreter._lock, triton_interpreter._interpreted_library():
-        getattr(_interpreted_kernels(), kernel_name)[(grid,)](*arguments, **constants)
-
-
-@functools.cache
-def _interpreted_kernels() -> ModuleType:
-    """A second copy of variant_kernels.py whose functions, and those of the shipped kernel that they call, are
-    interpreted. To be called where Triton's library is."""
-    import importlib.util
-    import sys
-    from pathlib import Path
-
-    from backends import triton_interpreter
-
-    name = "bench._interpreted_variant_kernels"
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("variant_kernels.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    module.locate_tile = triton_interpreter._interpreted_kernels().locate_tile  # type: ignore[attr-defined]
-    return module
+    with triton_interpreter.interpreting():
+        kernels = triton_interpreter.twin("bench.variant_kernels", ("locate_tile",))
+        getattr(kernels, kernel_name)[(grid,)](*arguments, **constants)
 
 
 def compile_only(problem: Problem, order: str, config: Config, variant: Variant) -> Compiled:
-    """The variant's kernel compiled for sm_90 without a device: compact x and w, pointers aligned to 16 bytes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    """The variant's kernel compiled for sm_90 without a device: compact x and w."""
     from bench import variant_kernels
 
-    kernel = getattr(variant_kernels, variant.kernel)
     strides = {"x_stride": problem.k, "w_stride_e": problem.n * problem.k, "w_stride_n": problem.k}
     constants = _constants(variant, triton_launch.gemm_constants(problem, order, config, **strides))
-    short = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8e4nv"}
-    x = short[problem.kernel_x_dtype]
-    w = short["float8_e4m3fn" if problem.is_fp8 else problem.activation]
-    box = f"[{config.block_m},{config.block_k}]", f"[{config.block_n},{config.block_k}]"
+    x, w = triton_launch.x_type(problem), triton_launch.w_type(problem)
     types = [
-        f"tensordesc<{x}{box[0]}>" if variant.gathered else f"*{x}",
-        f"tensordesc<{w}{box[1]}>" if variant.tma else f"*{w}",
-        *["*fp32"] * 3, *["*i32"] * 4, f"*{short[problem.activation]}", "i32",
+        f"tensordesc<{x}[{config.block_m},{config.block_k}]>" if variant.gathered else f"*{x}",
+        f"tensordesc<{w}[{config.block_n},{config.block_k}]>" if variant.tma else f"*{w}",
+        *["*fp32"] * 3, *["*i32"] * 4, f"*{triton_launch.TYPES[problem.activation]}", "i32",
     ]  # fmt: skip
-    signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
-    pointers = [index for index, kind in enumerate(types) if kind.startswith("*")]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs=constants,
-        attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
-    )
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return compile_ptx(compiled.asm["ptx"], compiled.metadata.shared)
+    return triton_launch.compile_kernel(getattr(variant_kernels, variant.kernel), types, constants, config)

@@ -21,12 +21,12 @@ from typing import Annotated, Any
 import typer
 
 from backends.triton_launch import tail_rows
-from bench import results
+from bench import cells_cli, results
 from bench.cases import _TINY, DEFAULT_DTYPES, Case, Row
 from bench.terminal import print_table
 from bench.variant_launch import ORDERS, VARIANTS, Variant, moe_gemm, unsupported
 from bench.variant_tables import BASE, FILE, TWO_BLOCKS, read, sources, summary, table
-from shared.checks import ArgumentError, check_name
+from shared.checks import check_name
 from shared.config import Config
 from shared.models import model
 from shared.problem import Problem
@@ -263,49 +263,28 @@ def add_to(app: typer.Typer) -> None:
 
 
 def variants(
-    seconds: Annotated[
-        float, typer.Option(help="start no further cell after so many seconds; run again to go on")
-    ] = 540,
+    seconds: cells_cli.Seconds = 540,
     keyword: Annotated[str, typer.Option("-k", help="only variants of cells whose id contains this")] = "",
     name: Annotated[list[str] | None, typer.Option("--variant", help="may be repeated (default: all)")] = None,
     order: Annotated[str, typer.Option(help="row or column")] = "column",
-    out: Annotated[Path | None, typer.Option(help="JSON lines; default: this GPU's in bench/results")] = None,
-    clock: Annotated[str, typer.Option(help="cupti or jax-cupti")] = "cupti",
-    source: Annotated[Path | None, typer.Option("--from", help="only print this file")] = None,
-    rehearse: Annotated[bool, typer.Option("--rehearse", help="a tiny case on the CPU; times mean nothing")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    out: cells_cli.Out = None,
+    clock: cells_cli.ClockName = "cupti",
+    source: cells_cli.Source = None,
+    rehearse: cells_cli.Rehearse = False,
+    as_json: cells_cli.AsJson = False,
 ) -> None:
     """The Triton kernel with TMA, as a persistent kernel, and with warp specialisation, beside the shipped one."""
     import json
 
-    from bench.clock import ClockError
-    from bench.machine import Machine, Rehearsal, gpu_key, smi
+    def measure(path: Path, device: Any) -> None:
+        run(path, device, seconds=seconds, say=cells_cli.say, keyword=keyword, order=order,
+            names=name or tuple(VARIANTS), rehearse=rehearse)  # fmt: skip
 
-    def say(line: str) -> None:
-        typer.echo(line, err=True)
-
-    try:
+    with cells_cli.refusals():
         check_name("--order", order, ORDERS)
         for one in name or ():
             check_name("--variant", one, tuple(VARIANTS))
-        if source is not None and not source.exists():
-            raise ArgumentError(f"--from: got {source}, which does not exist; allowed: a file of this command")
-        if source is None:
-            gpu = smi(("name",)).get("name")
-            if rehearse and out is None:
-                raise ArgumentError("--out: got none with --rehearse; allowed: a file, as these times mean nothing")
-            if gpu is None and not rehearse:
-                raise ArgumentError(
-                    "no NVIDIA GPU here: times need one; --rehearse walks through on the CPU, --from prints a file"
-                )
-            source = out or results.RESULTS / gpu_key(str(gpu)) / FILE
-            device = Rehearsal() if rehearse else Machine(clock)
-            run(source, device, seconds=seconds, say=say, keyword=keyword, order=order,
-                names=name or tuple(VARIANTS), rehearse=rehearse)  # fmt: skip
-        rows = read(source)
-    except (ArgumentError, ClockError, results.UnusableFile) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        rows = cells_cli.rows(source, out, file=FILE, clock=clock, rehearse=rehearse, measure=measure, read=read)
     if as_json:
         typer.echo(json.dumps(rows))
         return

@@ -182,8 +182,8 @@ def triton_walk(
         from backends import triton_interpreter
 
         compiled = walk_kernel.locate_tile
-        with triton_interpreter._interpreted_library():
-            walk_kernel.locate_tile = triton_interpreter._interpreted_kernels().locate_tile
+        with triton_interpreter.interpreting():
+            walk_kernel.locate_tile = triton_interpreter.shipped().locate_tile
             try:
                 InterpretedFunction(walk_kernel.walk_kernel.fn)[(count,)](*arguments, **constants)
             finally:

@@ -30,6 +30,7 @@ def sanitize(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Run the kernels under NVIDIA's compute-sanitizer; first it has to catch planted faults. Exit 1: not clean."""
+    from bench.machine import has_gpu
     from bench.sanitize import matrix, run, sanitizer
     from bench.sanitize import report as reports
 
@@ -73,11 +74,3 @@ def sanitize(
 def fail(message: str) -> NoReturn:
     typer.echo(message, err=True)
     raise typer.Exit(2)
-
-
-def has_gpu() -> bool:
-    try:
-        import torch
-    except ImportError:
-        return False
-    return torch.cuda.is_available()

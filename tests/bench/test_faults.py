@@ -452,7 +452,7 @@ def test_routing_names() -> None:
 def test_ignored_options_are_named_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from bench import __main__ as command
 
-    monkeypatch.setattr(command, "_has_gpu", lambda: False)
+    monkeypatch.setattr(command, "has_gpu", lambda: False)
     monkeypatch.setattr(command, "_run", lambda *_, **__: 0)
     _, text = invoke("compare", "-k", "mixtral", "--rounds", "5")
     assert "ignored, as they are about benchmarks: -k, --rounds" in text

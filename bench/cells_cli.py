@@ -1,0 +1,68 @@
+"""What verbs share that measure cells into a file of JSON lines, or print such a file: launch, variants, tile-reads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench import results
+from shared.checks import ArgumentError
+
+Seconds = Annotated[float, typer.Option(help="start no further cell after so many seconds; run again to go on")]
+Out = Annotated[Path | None, typer.Option(help="JSON lines; default: this GPU's in bench/results")]
+ClockName = Annotated[str, typer.Option(help="cupti or jax-cupti")]
+Source = Annotated[Path | None, typer.Option("--from", help="only print this file")]
+Rehearse = Annotated[bool, typer.Option("--rehearse", help="a tiny case on the CPU; times mean nothing")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def say(line: str) -> None:
+    """Progress: to stderr, as stdout is for the result."""
+    typer.echo(line, err=True)
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """What cannot be done is said in a line, and the process ends with status 2."""
+    from bench.clock import ClockError
+
+    try:
+        yield
+    except (ArgumentError, ClockError, results.UnusableFile) as error:
+        say(str(error))
+        raise typer.Exit(2) from None
+
+
+def rows(
+    source: Path | None,
+    out: Path | None,
+    *,
+    file: str,
+    clock: str,
+    rehearse: bool,
+    measure: Callable[[Path, Any], object],
+    read: Callable[[Path], list[dict[str, Any]]],
+) -> list[dict[str, Any]]:
+    """`read` of the file `source`; without one, of `out` or this GPU's `file`, once `measure(path, device)` is done.
+
+    Raises ArgumentError where there is no such file, or no GPU and no rehearsal, or a rehearsal without a file.
+    """
+    from bench.machine import Machine, Rehearsal, gpu_key, smi
+
+    if source is not None and not source.exists():
+        raise ArgumentError(f"--from: got {source}, which does not exist; allowed: a file of this command")
+    if source is None:
+        gpu = smi(("name",)).get("name")
+        if rehearse and out is None:
+            raise ArgumentError("--out: got none with --rehearse; allowed: a file, as these times mean nothing")
+        if gpu is None and not rehearse:
+            raise ArgumentError(
+                "no NVIDIA GPU here: times need one; --rehearse walks through on the CPU, --from prints a file"
+            )
+        source = out or results.RESULTS / gpu_key(str(gpu)) / file
+        measure(source, Rehearsal() if rehearse else Machine(clock))
+    return read(source)
