@@ -14,10 +14,6 @@ read through a transposed view. A tile multiplies the least of a few heights (8,
 slots, so a tall tile costs shared memory, not arithmetic: with block_m above an expert's slots, its weights are read
 once.
 
-Weights come from memory, rows of x from L2, sooner. Where tiles are tall, x would take most of the shared memory, and
-too few bytes of weights would be in flight. So x can have a ring of its own, of fewer stages (x_stages), with a
-warp-group of its own that fetches it: one for both would wait for a stage of x while stages of w are free.
-
 Two warp-groups that multiply share a tile's channels, or (ping_pong) take the block's tiles in turn, whole ones: one
 scales and stores its tile while the other multiplies. The ring is one for both. Its stages come in the order of the
 tiles, so each starts when the other's last steps are being read, and needs no signal from it. A barrier's waiter has to
@@ -72,10 +68,10 @@ SHARED_MEMORY_PER_SM = 228 * 1024
 """Bytes of shared memory that the thread blocks of one SM have together, 1 KiB of each taken by the system."""
 OUTPUT_ROWS = 32
 """Rows of an output tile that are stored at once."""
-SHARED_REGISTERS = {2: 160, 3: 160, 4: 120}
-FETCH_REGISTERS, COMPUTE_REGISTERS = 40, {2: 232, 3: 232, 4: 208}
-"""Registers of a thread, by how many warp-groups share an SM's. Each has SHARED_REGISTERS, or a few more; where those
-that multiply need more, those that fetch give up what they do not need."""
+REGISTERS_OF_THREE = 160
+FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
+"""Registers of a thread. Three warp-groups that share an SM's have REGISTERS_OF_THREE each, or a few more; where those
+that multiply need more, the one that fetches gives up what it does not need."""
 INTERPRETER_BLOCKS = 3
 """Thread blocks in the interpreter: enough that tiles are shared out unevenly, few enough to be quick."""
 SWIZZLES = (128, 64, 32)
@@ -83,8 +79,6 @@ SWIZZLES = (128, 64, 32)
 copies whole columns, so a row of w and of x is a multiple of the width."""
 SHARED_ALIGNMENT = 1024
 """Bytes: each shared-memory array starts at a multiple of this (the period of the 128-byte swizzle)."""
-Stages = tuple[jax.Array, ...]
-"""A stage of each ring, int32: where one K step's operands lie."""
 _interpreting = threading.Lock()
 """Mosaic's interpreter keeps its memory in one place for the whole process: one call at a time."""
 
@@ -138,16 +132,13 @@ def unsupported(problem: Problem, config: Config) -> str | None:
         return f"config.block_m: got {config.block_m}; allowed: up to 256 (wgmma's columns)"
     if config.num_stages < 2:
         return "config.num_stages: got 1; allowed: 2 or more (one stage is read while another is filled)"
-    if config.x_stages == 1:
-        return "config.x_stages: got 1; allowed: 0 (as num_stages), or 2 or more"
     if config.block_k * problem.w_itemsize < 32:
         return f"config.block_k: got {config.block_k}; allowed: {32 // problem.w_itemsize} or more (one wgmma's depth)"
     accumulator = _accumulator_registers(config)
-    if accumulator > (allowed := 160 if config.ping_pong else 128):
-        return f"config {config} needs {accumulator} accumulator registers a thread; allowed: {allowed}"
-    allowed_registers = COMPUTE_REGISTERS[_all_groups(config)]
-    if config.ping_pong and (registers := _registers(problem, config)) > allowed_registers:
-        return f"config {config} needs {registers} registers a thread; allowed: {allowed_registers}"
+    if accumulator > (allowed_registers := 160 if config.ping_pong else 128):
+        return f"config {config} needs {accumulator} accumulator registers a thread; allowed: {allowed_registers}"
+    if config.ping_pong and (registers := _registers(problem, config)) > COMPUTE_REGISTERS:
+        return f"config {config} needs {registers} registers a thread; allowed: {COMPUTE_REGISTERS}"
     if problem.dtype == "fp8-w8a16" and config.block_n * config.block_k > 2**15:
         return f"config {config}: block_n * block_k is {config.block_n * config.block_k}; allowed with fp8-w8a16: 32768"
     if problem.scale_layout == "block":
@@ -163,13 +154,12 @@ def unsupported(problem: Problem, config: Config) -> str | None:
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory of a thread block: the stages of x and w, the output tile, barriers of each stage."""
     height = tile_height(problem, config)
-    rings = rings_of(config)
     arrays = (
-        rings[-1] * height * config.block_k * problem.x_itemsize,
+        config.num_stages * height * config.block_k * problem.x_itemsize,
         config.num_stages * config.block_n * config.block_k * problem.w_itemsize,
         math.prod(_output_shape(problem, config)) * _sum_dtype(problem, config).itemsize,
     )
-    barriers = 8 * sum(rings) * (1 + warp_groups(config) // sharing_groups(config))
+    barriers = 8 * config.num_stages * (1 + warp_groups(config) // sharing_groups(config))
     return sum(_round_up(size, SHARED_ALIGNMENT) for size in arrays) + _round_up(barriers, 128)
 
 
@@ -191,9 +181,9 @@ def blocks_per_sm(problem: Problem, config: Config) -> int:
     """
     by_memory = SHARED_MEMORY_PER_SM // (shared_bytes(problem, config) + 1024)
     registers = min(255, _registers(problem, config))
-    if config.num_warps == 8 and registers > SHARED_REGISTERS[_all_groups(config)]:
+    if config.num_warps == 8 and registers > REGISTERS_OF_THREE:
         return 1
-    by_registers = 65536 // (128 * _all_groups(config) * _round_up(registers, 8))
+    by_registers = 65536 // ((32 * config.num_warps + 128) * _round_up(registers, 8))
     return max(1, min(4, by_memory, by_registers))
 
 
@@ -269,9 +259,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     y_rows        (R * height, >=N), or (parts, R * height, >=N) where the parts of K are kept apart. What lies past N,
                   and rows of no slot, are not to be read.
     """
-    block_n, block_k = config.block_n, config.block_k
-    rings = rings_of(config)
-    offsets = (0, rings[0])  # of each ring's barriers
+    block_n, block_k, stages = config.block_n, config.block_k, config.num_stages
     height = tile_height(problem, config)
     heights = [height] if reads_all_tokens(problem) else _heights(height)
     output_shape = groups, slots, output_rows, group_n = _output_shape(problem, config)
@@ -287,7 +275,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     store_op: Literal["add"] | None = "add" if adds_up else None
     block_scaled = problem.scale_layout == "block"
     widens = problem.dtype == "fp8-w8a16"
-    trades_registers = _registers(problem, config) > SHARED_REGISTERS[_all_groups(config)]
+    trades_registers = _registers(problem, config) > REGISTERS_OF_THREE
 
     def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled, freed, wide_smem=None):
         x_gmem, row_scale_gmem, slot_gmem, expert_gmem, rows_gmem, span_gmem, w_gmem, w_scale_gmem = inputs
@@ -295,8 +283,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         tiles = tile_rows * tile_cols
         block = lax.axis_index("block")
         group = lax.axis_index("group")
-        # Of the tiles that take turns, which is this warp-group's first. Those that fetch start with the first of all.
-        turn = lax.rem(jnp.minimum(group, groups), jnp.int32(turns))
+        turn = lax.rem(group, jnp.int32(turns))  # of the tiles that take turns, which is this warp-group's first
         channel = group * group_n if sharers > 1 else 0  # of a tile, the first of this warp-group's
         my_tiles = lax.div(tiles * parts - block + (blocks - 1), jnp.int32(blocks))
 
@@ -323,7 +310,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         if first is not None:
             any_tiles &= first.expert >= first.height - (len(heights) - 1)
 
-        def for_each_tile(work: Callable[[jax.Array, Tile, Stages], Stages], every: int) -> None:
+        def for_each_tile(work: Callable[[jax.Array, Tile, jax.Array], jax.Array], every: int) -> None:
             """stage = work(i, tile, stage) for my tiles, from the turn-th, one of `every`. The next one is looked up
             before the work on this one, so that nobody waits for it."""
 
@@ -335,19 +322,13 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
 
             @pl.when(any_tiles)
             def _():
-                stage = _stages_after((jnp.int32(0),) * len(rings), turn * k_steps, rings)
+                stage = lax.rem(turn * k_steps, jnp.int32(stages))
                 count = lax.div(my_tiles - turn + (every - 1), jnp.int32(every))
                 lax.fori_loop(0, count, one, (locate(turn) if first is None else first, stage))
 
-        def is_filled(i: jax.Array, stage: Stages, ring: int):
-            """Barrier of a ring's stage with a K step of the i-th tile."""
-            barrier = offsets[ring] + stage[ring]
-            return filled.at[barrier if turns == 1 else lax.rem(i, jnp.int32(turns)) * sum(rings) + barrier]
-
-        def free(stage: Stages) -> None:
-            """What was in this stage of each ring has been read."""
-            for ring in range(len(rings)):
-                plgpu.barrier_arrive(freed.at[offsets[ring] + stage[ring]])
+        def is_filled(i: jax.Array, stage: jax.Array):
+            """Barrier of a stage with a K step of the i-th tile."""
+            return filled.at[stage if turns == 1 else lax.rem(i, jnp.int32(turns)) * stages + stage]
 
         def with_height(tile: Tile, do: Callable[[int], jax.Array | None]):
             """do(h) for the least of `heights` that has all slots of the tile: what lies below them is padding."""
@@ -363,41 +344,37 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             return jnp.minimum(steps_per_part, k_steps - first_step(tile)) if parts > 1 else k_steps
 
         # Gather rows (of the matrix that XLA gathered: TMA reads equally strided rows)
-        def fetch_tile(ring, i, tile, stage):
-            """Fill one stage after another of a ring with the K steps of a tile, each as soon as it is free."""
+        def fetch_tile(i, tile, stage):
+            """Fill one stage after another with the K steps of a tile, each as soon as it is free."""
 
             def step(s, stage):
                 k_slice = pl.ds((first_step(tile) + s) * block_k, block_k)
                 columns = pl.ds(tile.col * block_n, block_n)
-                plgpu.barrier_wait(freed.at[offsets[ring] + stage[ring]])
-                barrier = is_filled(i, stage, ring)
-                if ring == 0:
-                    plgpu.copy_gmem_to_smem(w_gmem.at[tile.expert, columns, k_slice], w_smem.at[stage[0]], barrier)
+                plgpu.barrier_wait(freed.at[stage])
+                barrier = is_filled(i, stage)
+                plgpu.copy_gmem_to_smem(w_gmem.at[tile.expert, columns, k_slice], w_smem.at[stage], barrier)
 
                 def copy_x(h: int) -> None:
                     source = x_gmem.at[pl.ds(x_row(tile), h), k_slice]
-                    plgpu.copy_gmem_to_smem(source, x_smem.at[stage[-1], pl.ds(0, h)], barrier)
+                    plgpu.copy_gmem_to_smem(source, x_smem.at[stage, pl.ds(0, h)], barrier)
 
-                if ring == len(rings) - 1:
-                    with_height(tile, copy_x)
-                return _next_stages(stage, rings)
+                with_height(tile, copy_x)
+                return _next_stage(stage, stages)
 
             return lax.fori_loop(0, steps_of(tile), step, stage)
 
         def multiply(acc, stage, h):
             """acc (group_n, h) += this warp-group's rows of the weights times the tile's rows of x, one K step."""
-            for ring in range(len(rings)):
-                plgpu.barrier_wait(is_filled(turn, stage, ring))
+            plgpu.barrier_wait(is_filled(turn, stage))
             mine = pl.ds(channel, group_n)
-            weights = w_smem.at[stage[0], mine]
+            weights = w_smem.at[stage, mine]
             if widens:
-                # In registers, where wgmma can read its left operand.
-                weights = w_smem[stage[0], mine].astype(jnp.float16)
+                weights = w_smem[stage, mine].astype(jnp.float16)  # in registers, where wgmma can read its left operand
                 if wide_smem is not None:
                     wide_smem[group] = weights
                     plgpu.commit_smem()
                     weights = wide_smem.at[group]
-            plgpu.wgmma(acc, weights, x_smem.at[stage[-1], pl.ds(0, h)].transpose((1, 0)))
+            plgpu.wgmma(acc, weights, x_smem.at[stage, pl.ds(0, h)].transpose((1, 0)))
 
         # Stream K
         def stream(acc, tile, stage, h):
@@ -406,20 +383,20 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 multiply(acc, stage, h)
                 if widens:
                     plgpu.wgmma_wait(0)  # the registers with the weights are about to be overwritten
-                    free(stage)
+                    plgpu.barrier_arrive(freed.at[stage])
                 else:
                     plgpu.wgmma_wait(1)  # the previous step's are done: its stage is free. There is none in the first.
 
                     @pl.when(s > 0)
                     def _():
-                        free(previous)
+                        plgpu.barrier_arrive(freed.at[previous])
 
-                return _next_stages(stage, rings), stage
+                return _next_stage(stage, stages), stage
 
             stage, last = lax.fori_loop(0, steps_of(tile), step, (stage, stage))
             total = acc[...]
             if not widens:
-                free(last)
+                plgpu.barrier_arrive(freed.at[last])
             return total, stage
 
         def stream_block_scaled(tile, stage, h):
@@ -435,8 +412,8 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                     return acc[...]
 
                 total += pl.run_scoped(partial_sum, plgpu.ACC((group_n, h))) * scale
-                free(stage)
-                return total, _next_stages(stage, rings)
+                plgpu.barrier_arrive(freed.at[stage])
+                return total, _next_stage(stage, stages)
 
             zeros = plgpu.layout_cast(jnp.zeros((group_n, h), jnp.float32), plgpu.Layout.WGMMA)
             return lax.fori_loop(0, steps_of(tile), step, (zeros, stage))
@@ -444,7 +421,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         def compute_tile(_, tile, stage):
             stage = with_height(tile, lambda h: compute_rows(tile, stage, h))
             others = (turns - 1) * k_steps  # steps of the tiles until this warp-group's next one
-            return _stages_after(stage, others, rings) if turns > 1 else stage
+            return lax.rem(stage + others, jnp.int32(stages)) if turns > 1 else stage
 
         def compute_rows(tile, stage, h):
             columns = pl.ds(tile.col * block_n + channel, group_n)
@@ -477,24 +454,22 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 plgpu.copy_smem_to_gmem(y_chunk, target, reduction_op=None if apart else store_op)
             return stage
 
-        def fetch_ring(ring: int) -> None:
+        @pl.when(group == groups)
+        def _():
             if trades_registers and not interpret:
                 plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            for_each_tile(functools.partial(fetch_tile, ring), 1)
-            for stage in range(rings[ring]):
-                plgpu.barrier_wait(freed.at[offsets[ring] + stage])
-
-        for ring in range(len(rings)):
-            pl.when(group == groups + ring)(functools.partial(fetch_ring, ring))
+            for_each_tile(fetch_tile, 1)
+            for stage in range(stages):
+                plgpu.barrier_wait(freed.at[stage])
 
         @pl.when(group < groups)
         def _():
             if trades_registers and not interpret:
-                plgpu.set_max_registers(COMPUTE_REGISTERS[_all_groups(config)], action="increase")
+                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
             @pl.when(turn == 0)
             def _():
-                for stage in range(sum(rings)):
+                for stage in range(stages):
                     plgpu.barrier_arrive(freed.at[stage])
 
             for_each_tile(compute_tile, turns)
@@ -514,11 +489,11 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             body(inputs, *refs[len(given) :])
 
         scratch = [
-            _operand((rings[-1], height, block_k), x),
-            _operand((rings[0], block_n, block_k), w),
+            _operand((stages, height, block_k), x),
+            _operand((stages, block_n, block_k), w),
             plgpu.SMEM(output_shape, y_dtype),
-            plgpu.Barrier(num_arrivals=2 // len(rings), num_barriers=turns * sum(rings)),
-            plgpu.Barrier(num_arrivals=sharers, num_barriers=sum(rings)),
+            plgpu.Barrier(num_arrivals=2, num_barriers=turns * stages),
+            plgpu.Barrier(num_arrivals=sharers, num_barriers=stages),
         ]
         if widens and interpret:  # the interpreter's wgmma reads shared memory only
             scratch.append(plgpu.SMEM((groups, group_n, block_k), jnp.float16))
@@ -528,7 +503,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             scratch_types=scratch,
             grid=(blocks,),
             grid_names=("block",),
-            num_threads=_all_groups(config),
+            num_threads=groups + 1,
             thread_name="group",
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
             kernel_name=KERNEL_NAME,
@@ -584,12 +559,8 @@ def _load_vector(ref, layout) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def _next_stages(stage: Stages, rings: tuple[int, ...]) -> Stages:
-    return tuple(jnp.where(s + 1 == size, 0, s + 1) for s, size in zip(stage, rings, strict=True))
-
-
-def _stages_after(stage: Stages, steps: jax.Array | int, rings: tuple[int, ...]) -> Stages:
-    return tuple(lax.rem(s + steps, jnp.int32(size)) for s, size in zip(stage, rings, strict=True))
+def _next_stage(stage: jax.Array, stages: int) -> jax.Array:
+    return jnp.where(stage + 1 == stages, 0, stage + 1)
 
 
 def _sms(x: jax.Array) -> int:
@@ -607,19 +578,9 @@ def _heights(last: int) -> list[int]:
     return [h for h in (8, 16, 32, 64, 96, 128, 192) if h < last] + [last]
 
 
-def rings_of(config: Config) -> tuple[int, ...]:
-    """Stages of each ring in shared memory: of one for w and x, or of w's and x's. A warp-group fetches each."""
-    return (config.num_stages, config.x_stages) if config.x_stages else (config.num_stages,)
-
-
 def warp_groups(config: Config) -> int:
-    """Warp-groups of a thread block that multiply."""
+    """Warp-groups of a thread block that multiply; one more fetches."""
     return config.num_warps // 4
-
-
-def _all_groups(config: Config) -> int:
-    """Warp-groups of a thread block, with those that fetch."""
-    return warp_groups(config) + len(rings_of(config))
 
 
 def sharing_groups(config: Config) -> int:

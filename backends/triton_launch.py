@@ -71,8 +71,6 @@ def not_in_triton(config: Config) -> str | None:
     """Why Triton has no such kernel; None if it has."""
     if config.ping_pong:
         return "config.ping_pong: got True; allowed: False (Triton does not say which warps take which tile)"
-    if config.x_stages:
-        return f"config.x_stages: got {config.x_stages}; allowed: 0 (Triton has one pipeline for all loads of a loop)"
     tail = tail_rows(config.block_m)
     if tail & (tail - 1):
         return f"config.block_m: got {config.block_m}; allowed: a power of two, or the sum of two (such as 160 or 192)"

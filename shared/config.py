@@ -38,8 +38,6 @@ class Config(Key):
                                kernel, but split_k roundings, and bits that vary from run to run
     ping_pong:  two warp-groups multiply and take a thread block's tiles in turn, one storing its tile while the other
                 multiplies; False: they share each tile. pallas-mosaic alone has it
-    x_stages:   stages of x where it has a pipeline of its own beside that of w, which then has num_stages; 0: one
-                pipeline for both. pallas-mosaic alone has it
 
     Raises ArgumentError where a value is not allowed on any GPU or backend. What a particular backend or GPU
     cannot honour, that backend refuses (`backends.moe_gemm` raises before it launches anything).
@@ -55,7 +53,6 @@ class Config(Key):
     split_k: int = 1
     reduction: str = "two-pass"
     ping_pong: bool = False
-    x_stages: int = 0
 
     def __post_init__(self) -> None:
         _check_integer("block_m", self.block_m)
@@ -82,17 +79,12 @@ class Config(Key):
         if not 1 <= self.split_k <= 64:
             raise ArgumentError(f"config.split_k: got {self.split_k}; allowed: 1 to 64")
         check_name("config.reduction", self.reduction, REDUCTIONS)
-        _check_integer("x_stages", self.x_stages)
-        if not 0 <= self.x_stages <= self.num_stages:
-            allowed = f"0 to {self.num_stages}, the number of num_stages"
-            raise ArgumentError(f"config.x_stages: got {self.x_stages}; allowed: {allowed}")
 
     def __str__(self) -> str:
         swap = " swap" if self.swap_ab else ""
         split = f" split{self.split_k} {self.reduction}" if self.split_k > 1 else ""
-        of_x = f"+{self.x_stages}" if self.x_stages else ""
         return (
-            f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages}{of_x} g{self.group_m}"
+            f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages} g{self.group_m}"
             f"{swap}{split}{' ping-pong' if self.ping_pong else ''}"
         )
 
