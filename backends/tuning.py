@@ -28,24 +28,28 @@ class Choice:
 def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
     """The config for `problem` on the GPU of that name (as its driver calls it; None: unknown).
 
-    Measured entries of the same backend, dtype, scale layout, E, N, K and top_k are taken at the number of tokens that
-    is nearest by ratio, at most a factor of 2 away: a tile that is best for 4 tokens says nothing of 2048. Without one,
-    the entry of the nearest other shape that is near enough (`_nearest`), then the rule of thumb.
+    Measured entries of the same dtype, scale layout, E, N, K and top_k, of the backend itself and of the one whose tiles
+    it shares (`_SAME_TILES`), are taken at the number of tokens that is nearest by ratio, its own first where both are as
+    near, at most a factor of 2 away: a tile that is best for 4 tokens says nothing of 2048. Without one, the entry of
+    the nearest other shape that is near enough (`_nearest`), then the rule of thumb.
     """
     slug = "" if gpu is None else gpu.lower().replace(" ", "-")
-    for kernel in _SAME_TILES.get(backend, (backend,)):
-        entries = [entry for entry in _entries(slug) if problem.tokens and _same_shape(entry, problem, kernel)]
-        if not entries:
-            continue
-        nearest = min(entries, key=lambda entry: _ratio(entry["tokens"], problem.tokens))
-        if _ratio(nearest["tokens"], problem.tokens) <= 2:
-            what = f"{nearest['dtype']} in {nearest['backend']} at {nearest['tokens']} tokens"
-            config = Config.from_mapping(nearest["config"])
-            if nearest["tokens"] != problem.tokens:
-                # K is split where tiles are few, and another batch has another number of them.
-                config = config.replace(split_k=1)
-            return Choice(config, f"measured on {gpu}: {what}")
-    for kernel in _SAME_TILES.get(backend, (backend,)):
+    kernels = _SAME_TILES.get(backend, (backend,))
+    near_entries = [
+        (ratio, place, entry)
+        for place, kernel in enumerate(kernels)
+        for entry in (_entries(slug) if problem.tokens else ())
+        if _same_shape(entry, problem, kernel) and (ratio := _ratio(entry["tokens"], problem.tokens)) <= 2
+    ]
+    if near_entries:
+        _, _, nearest = min(near_entries, key=lambda found: found[:2])
+        what = f"{nearest['dtype']} in {nearest['backend']} at {nearest['tokens']} tokens"
+        config = Config.from_mapping(nearest["config"])
+        if nearest["tokens"] != problem.tokens:
+            # K is split where tiles are few, and another batch has another number of them.
+            config = config.replace(split_k=1)
+        return Choice(config, f"measured on {gpu}: {what}")
+    for kernel in kernels:
         near = _nearest(problem, backend, kernel, slug)
         if near is not None:
             entry, config = near
@@ -128,7 +132,7 @@ def _entries(slug: str) -> list[dict[str, Any]]:
 
 
 _SAME_TILES = {"jax-triton": ("torch-triton",), "pallas-triton": ("pallas-triton", "torch-triton")}
-"""jax-triton launches torch-triton's kernel; pallas-triton, its port, takes its tiles where it has no entry itself."""
+"""jax-triton launches torch-triton's kernel; pallas-triton, its port, takes its tiles where it has no entry as near."""
 _MEASURED_AS = {"bf16": "fp16"}
 """bf16 moves fp16's bytes at fp16's rate: one entry serves both."""
 
