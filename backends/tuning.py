@@ -28,28 +28,22 @@ class Choice:
 def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
     """The config for `problem` on the GPU of that name (as its driver calls it; None: unknown).
 
-    Measured entries of the same dtype, scale layout, E, N, K and top_k, of the backend itself and of the one whose tiles
-    it shares (`_SAME_TILES`), are taken at the number of tokens that is nearest by ratio, its own first where both are as
-    near, at most a factor of 2 away: a tile that is best for 4 tokens says nothing of 2048. Without one, the entry of
-    the nearest other shape that is near enough (`_nearest`), then the rule of thumb.
+    Measured entries of the same layer (`of_layer`) are taken at the number of tokens that is nearest by ratio, the
+    backend's own first where another's is as near, at most a factor of 2 away: a tile that is best for 4 tokens says
+    nothing of 2048. Without one, the entry of the nearest other shape that is near enough (`_nearest`), then the rule
+    of thumb.
     """
-    slug = "" if gpu is None else gpu.lower().replace(" ", "-")
-    kernels = _SAME_TILES.get(backend, (backend,))
-    near_entries = [
-        (ratio, place, entry)
-        for place, kernel in enumerate(kernels)
-        for entry in (_entries(slug) if problem.tokens else ())
-        if _same_shape(entry, problem, kernel) and (ratio := _ratio(entry["tokens"], problem.tokens)) <= 2
-    ]
-    if near_entries:
-        _, _, nearest = min(near_entries, key=lambda found: found[:2])
+    entries = of_layer(problem, backend, gpu) if problem.tokens else []
+    nearest = min(entries, key=lambda entry: _ratio(entry["tokens"], problem.tokens), default=None)
+    if nearest is not None and _ratio(nearest["tokens"], problem.tokens) <= 2:
         what = f"{nearest['dtype']} in {nearest['backend']} at {nearest['tokens']} tokens"
         config = Config.from_mapping(nearest["config"])
         if nearest["tokens"] != problem.tokens:
             # K is split where tiles are few, and another batch has another number of them.
             config = config.replace(split_k=1)
         return Choice(config, f"measured on {gpu}: {what}")
-    for kernel in kernels:
+    slug = _slug(gpu)
+    for kernel in _SAME_TILES.get(backend, (backend,)):
         near = _nearest(problem, backend, kernel, slug)
         if near is not None:
             entry, config = near
@@ -57,6 +51,15 @@ def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
             what = f"{entry['dtype']} in {entry['backend']} at {entry['tokens']} tokens of {shape}"
             return Choice(config, f"nearest: measured on {gpu}: {what}")
     return Choice(rule_of_thumb(problem, backend), "rule of thumb" + (f", no measured entry for {gpu}" if gpu else ""))
+
+
+def of_layer(problem: Problem, backend: str, gpu: str | None) -> list[dict[str, Any]]:
+    """Measured entries of this dtype, scale layout, E, N, K and top_k at any number of tokens, on the GPU of that name.
+
+    Those of the backend itself first, then those of the one whose tiles it shares (`_SAME_TILES`).
+    """
+    kernels = _SAME_TILES.get(backend, (backend,))
+    return [entry for kernel in kernels for entry in _entries(_slug(gpu)) if _same_shape(entry, problem, kernel)]
 
 
 def _nearest(problem: Problem, backend: str, kernel: str, slug: str) -> tuple[dict[str, Any], Config] | None:
@@ -123,6 +126,11 @@ def _rule_for_mosaic(problem: Problem, per_expert: float) -> Config:
     stage = block_k * (block_m * problem.x_itemsize + 128 * problem.w_itemsize)
     num_stages = max(2, min(8, 200_000 // stage))
     return Config(block_m=block_m, block_n=128, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
+
+
+def _slug(gpu: str | None) -> str:
+    """Name of a GPU's file, as its driver calls it; "" for none."""
+    return "" if gpu is None else gpu.lower().replace(" ", "-")
 
 
 @functools.cache
