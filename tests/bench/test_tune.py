@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("typer")
 
 from backends import registry, tuning
-from bench import candidates, contenders, export_vllm, measure, prune, tune
+from bench import candidates, contenders, data, export_vllm, machine, measure, prune, tune
 from bench.cases import TOKENS_FULL, Row
 from shared.checks import ArgumentError
 from shared.config import Config
@@ -292,6 +292,38 @@ def test_cases_with_an_entry_of_their_own_are_told_apart(monkeypatch: pytest.Mon
     assert not has(backend="pallas-triton"), "the original's entry is not its own"
     assert not has(gpu="Other GPU")
     assert not tune.has_entry(Row.of("mixtral-8x7b", "down", 8, "fp16", "column", "torch-triton"), "Some GPU")
+
+
+def test_a_run_takes_missing_cases_near_known_ones_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtral's gate-up has an entry at 8 tokens, nothing else has one: the run is stopped, repeated, and complete."""
+    monkeypatch.setattr(tuning, "_entries", lambda slug: [entry(8)])
+    monkeypatch.setattr(machine, "Machine", lambda clock: types.SimpleNamespace(gpu="Some GPU", torch_device="cpu"))
+    monkeypatch.setattr(data, "build_batches", lambda cases, *_, **__: dict.fromkeys(cases))
+    timed: dict[str, int] = {}
+
+    def tune_case(row: Row, device: Any, configs: list[Config], *_: object) -> dict[str, Any]:
+        if len(timed) == 3 and row.id not in timed:
+            timed["stopped"] = 0
+            raise KeyboardInterrupt
+        assert row.id not in timed, "it is finished"
+        timed[row.id] = len(configs)
+        told = {"backend": row.contender, "case": row.case.name, "dtype": row.dtype, "order": row.order}
+        return {**told, "times": [], "pruned": {}, "failed": {}}
+
+    monkeypatch.setattr(tune, "tune_case", tune_case)
+    given = types.SimpleNamespace(
+        clock="cupti", out=tmp_path / "tune.jsonl", from_best=None, top=4, backend=["torch-triton"], dtype=["fp16"],
+        only=["gate-up"], order="column", model=["mixtral-8x7b"], shard=(1, 1), missing=True, near=True, seconds=1e9,
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        tune.run(given)  # type: ignore[arg-type]
+    assert len(tune.read(given.out)) == 3
+    tune.run(given)  # type: ignore[arg-type]
+    batches = [tokens for tokens in TOKENS_FULL if tokens != 8]
+    cases = [f"mixtral-8x7b/gate-up/tp{MIXTRAL.tp}/tokens-{tokens}" for tokens in batches]
+    assert [entry["case"] for entry in tune.read(given.out)] == cases
+    problem = MIXTRAL.problem("gate-up", 16, "fp16")
+    assert timed[f"{cases[4]}/fp16/column/torch-triton"] < len(candidates.candidates(problem, "torch-triton"))
 
 
 def test_an_interrupted_run_does_not_compile_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
