@@ -28,23 +28,21 @@ class Choice:
 def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
     """The config for `problem` on the GPU of that name (as its driver calls it; None: unknown).
 
-    Measured entries of the same backend, dtype, scale layout, E, N, K and top_k are taken at the number of tokens that
-    is nearest by ratio, at most a factor of 2 away: a tile that is best for 4 tokens says nothing of 2048. Without one,
-    the entry of the nearest other shape that is near enough (`_nearest`), then the rule of thumb.
+    Measured entries of the same layer (`of_layer`) are taken at the number of tokens that is nearest by ratio, the
+    backend's own first where another's is as near, at most a factor of 2 away: a tile that is best for 4 tokens says
+    nothing of 2048. Without one, the entry of the nearest other shape that is near enough (`_nearest`), then the rule
+    of thumb.
     """
-    slug = "" if gpu is None else gpu.lower().replace(" ", "-")
-    for kernel in _SAME_TILES.get(backend, (backend,)):
-        entries = [entry for entry in _entries(slug) if problem.tokens and _same_shape(entry, problem, kernel)]
-        if not entries:
-            continue
-        nearest = min(entries, key=lambda entry: _ratio(entry["tokens"], problem.tokens))
-        if _ratio(nearest["tokens"], problem.tokens) <= 2:
-            what = f"{nearest['dtype']} in {nearest['backend']} at {nearest['tokens']} tokens"
-            config = Config.from_mapping(nearest["config"])
-            if nearest["tokens"] != problem.tokens:
-                # K is split where tiles are few, and another batch has another number of them.
-                config = config.replace(split_k=1)
-            return Choice(config, f"measured on {gpu}: {what}")
+    entries = of_layer(problem, backend, gpu) if problem.tokens else []
+    nearest = min(entries, key=lambda entry: _ratio(entry["tokens"], problem.tokens), default=None)
+    if nearest is not None and _ratio(nearest["tokens"], problem.tokens) <= 2:
+        what = f"{nearest['dtype']} in {nearest['backend']} at {nearest['tokens']} tokens"
+        config = Config.from_mapping(nearest["config"])
+        if nearest["tokens"] != problem.tokens:
+            # K is split where tiles are few, and another batch has another number of them.
+            config = config.replace(split_k=1)
+        return Choice(config, f"measured on {gpu}: {what}")
+    slug = _slug(gpu)
     for kernel in _SAME_TILES.get(backend, (backend,)):
         near = _nearest(problem, backend, kernel, slug)
         if near is not None:
@@ -53,6 +51,15 @@ def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
             what = f"{entry['dtype']} in {entry['backend']} at {entry['tokens']} tokens of {shape}"
             return Choice(config, f"nearest: measured on {gpu}: {what}")
     return Choice(rule_of_thumb(problem, backend), "rule of thumb" + (f", no measured entry for {gpu}" if gpu else ""))
+
+
+def of_layer(problem: Problem, backend: str, gpu: str | None) -> list[dict[str, Any]]:
+    """Measured entries of this dtype, scale layout, E, N, K and top_k at any number of tokens, on the GPU of that name.
+
+    Those of the backend itself first, then those of the one whose tiles it shares (`_SAME_TILES`).
+    """
+    kernels = _SAME_TILES.get(backend, (backend,))
+    return [entry for kernel in kernels for entry in _entries(_slug(gpu)) if _same_shape(entry, problem, kernel)]
 
 
 def _nearest(problem: Problem, backend: str, kernel: str, slug: str) -> tuple[dict[str, Any], Config] | None:
@@ -121,6 +128,11 @@ def _rule_for_mosaic(problem: Problem, per_expert: float) -> Config:
     return Config(block_m=block_m, block_n=128, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
 
 
+def _slug(gpu: str | None) -> str:
+    """Name of a GPU's file, as its driver calls it; "" for none."""
+    return "" if gpu is None else gpu.lower().replace(" ", "-")
+
+
 @functools.cache
 def _entries(slug: str) -> list[dict[str, Any]]:
     path = resources.files("backends").joinpath(f"tuned/{slug}.json")
@@ -128,7 +140,7 @@ def _entries(slug: str) -> list[dict[str, Any]]:
 
 
 _SAME_TILES = {"jax-triton": ("torch-triton",), "pallas-triton": ("pallas-triton", "torch-triton")}
-"""jax-triton launches torch-triton's kernel; pallas-triton, its port, takes its tiles where it has no entry itself."""
+"""jax-triton launches torch-triton's kernel; pallas-triton, its port, takes its tiles where it has no entry as near."""
 _MEASURED_AS = {"bf16": "fp16"}
 """bf16 moves fp16's bytes at fp16's rate: one entry serves both."""
 

@@ -106,8 +106,18 @@ class Row:
         return self.case.tokens in CAPTURED_TOKENS or self.case.model is _TINY
 
 
-def cases(which: str) -> list[Case]:
-    """The cases of a set: one of SETS, or "rehearsal"."""
+def cases(which: str, shard: tuple[int, int] = (1, 1)) -> list[Case]:
+    """The cases of a set: one of SETS, or "rehearsal".
+
+    shard: (i, n), the i-th of n parts, counted from 1; a layer (model and GEMM) is in one of them.
+    """
+    found = _cases(which)
+    layers = list(dict.fromkeys((case.model, case.gemm) for case in found))
+    mine = set(layers[shard[0] - 1 :: shard[1]])
+    return [case for case in found if (case.model, case.gemm) in mine]
+
+
+def _cases(which: str) -> list[Case]:
     if which == "rehearsal":
         return [Case(_TINY, "gate-up", 4)]
     if which == "default":
@@ -120,13 +130,10 @@ def cases(which: str) -> list[Case]:
 def rows(which: str, shard: tuple[int, int] = (1, 1)) -> list[Row]:
     """The rows of a set, those of one case and dtype together, as they share their data.
 
-    In the targets set, those of one layer and dtype together: all batches share the weights.
-    shard: (i, n), the i-th of n parts, counted from 1; a layer (model and GEMM) is in one of them.
+    In the targets set, those of one layer and dtype together: all batches share the weights. shard: as in `cases`.
     """
-    chosen = cases(which)
+    chosen = cases(which, shard)
     layers = list(dict.fromkeys((case.model, case.gemm) for case in chosen))
-    mine = set(layers[shard[0] - 1 :: shard[1]])
-    chosen = [case for case in chosen if (case.model, case.gemm) in mine]
     if which != "targets":
         return [row for case in chosen for row in _rows_of(case, which)]
     found = [row for case in chosen for row in _target_rows(case)]

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import multiprocessing
 import os
+import signal
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -119,6 +120,8 @@ class Spills:
 
 
 def _without_gpu() -> None:
+    # Ctrl-C reaches the whole process group; the parent ends these processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 
 

@@ -1,6 +1,6 @@
 """Which config is fastest: every candidate of a case checked, then timed in turns, and all times kept.
 
-    python -m bench tune --backend torch-triton --out tune.jsonl            the cases of CASES
+    python -m bench tune --backend torch-triton --out tune.jsonl            the cases of the targets set
     python -m bench tune --collect tune.jsonl                               the best of them into backends/tuned/
 
 A case's candidates are timed round-robin (A B C A B C ...), each after a cache flush, so that a drift of the clocks
@@ -13,152 +13,34 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from backends import tuning
 from backends.triton_launch import tail_rows
 from bench import prune
-from bench.cases import DEFAULT_DTYPES, Case, Row
+from bench.candidates import candidates, near
+from bench.cases import DEFAULT_DTYPES, Row, cases, check_shard
 from bench.clock import CLOCKS, ClockError
 from bench.machine import has_gpu
 from bench.prune import Spills
 from bench.results import append, differences, end_at_a_line
 from shared.checks import ArgumentError, check_name
-from shared.config import REDUCTIONS, Config
+from shared.config import Config
 from shared.models import model
-from shared.problem import Problem, ScaleLayout
+from shared.problem import ScaleLayout
 
 TUNED = Path(__file__).parent.parent / "backends" / "tuned"
 PROBE_ROUNDS = 2
 """Samples of every candidate; the fastest third gets ROUNDS."""
 ROUNDS = 7
 COMPILE_THREADS = 12
-FEW_TILES = 132
-"""Below so many tiles of 64 channels, multiprocessors of an H200 would stand idle: narrower tiles are tried too."""
-CASES = (
-    ("mixtral-8x7b", "gate-up", (1, 8, 32, 64, 128, 256, 512)),
-    ("qwen3-30b-a3b", "gate-up", (1, 8, 32, 64, 256, 512)),
-    ("deepseek-v3", "gate-up", (1, 8, 32, 64, 128, 512)),
-    ("gpt-oss-120b", "gate-up", (1, 8, 64, 256, 512)),
-    ("mixtral-8x7b", "down", (1, 8, 64, 256, 512)),
-    ("qwen3-30b-a3b", "down", (1, 8, 64, 512)),
-    ("deepseek-v3", "down", (1, 8, 64, 512)),
-    ("gpt-oss-120b", "down", (1, 8, 64, 512)),
-)
-
-
-def candidates(problem: Problem, backend: str) -> list[Config]:
-    """Configs worth timing: token tiles near an expert's slots, and tiles that fill the pipeline and fit the GPU.
-
-    Where there are few tiles, also several thread blocks a tile (split_k), with each way of adding up what they have.
-    """
-    per_expert = problem.slots / max(1, min(problem.experts, problem.slots))
-    rows = [m for m in (16, 32, 64, 128) if (m == 16 or m / 2 < per_expert * 1.3) and m * 2 >= min(per_expert, 128)]
-    found: list[Config] = []
-    if backend == "pallas-mosaic":
-        # A tile multiplies no more rows than it has slots, nearly: taller tiles cost shared memory alone.
-        rows = [16, 32, 64, 96, 128, 160, 192, 256]
-        tall = [m for m in rows if m >= min(per_expert, 128)][: 1 if per_expert < 4 else 3]
-        found += [config for m in tall for config in _mosaic_tiles(problem, m)]
-    else:
-        # Two blocks of rows, where an expert's slots are a little more than one has.
-        tall = [m for m in (48, 80, 96, 160, 192) if per_expert < m <= 1.6 * per_expert]
-        for block_m in (*rows, *tall):
-            for swap_ab in (False, True) if _few_tiles(problem) or problem.dtype == "fp8-w8a16" else (True,):
-                found += _triton_tiles(problem, block_m, swap_ab)
-    return found + (list(_split(problem, backend, rows[0])) if _few_tiles(problem) else [])
-
-
-def _split(problem: Problem, backend: str, block_m: int) -> Iterator[Config]:
-    """One or two tiles, each with its K in 2, 4 and 8 parts, two thread blocks a multiprocessor."""
-    swap_ab = backend == "pallas-mosaic" or problem.dtype != "fp8-w8a16"
-    block_k = 256 if problem.dtype == "fp8-w8a8" else 128
-    for block_n in (64,) if backend == "pallas-mosaic" else (64, 128):
-        stage = block_k * (block_m * problem.x_itemsize + block_n * problem.w_itemsize)
-        num_stages = max(2, min(5, 100_000 // stage))
-        tile = Config(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=num_stages, swap_ab=swap_ab)
-        for split_k, reduction in itertools.product((2, 4, 8), REDUCTIONS):
-            config = tile.replace(split_k=split_k, reduction=reduction)
-            if config.parts(problem.k) == split_k:
-                yield config
-
-
-def _few_tiles(problem: Problem) -> bool:
-    return problem.tile_cols(64) * min(problem.experts, problem.slots) < FEW_TILES
-
-
-def _triton_tiles(problem: Problem, block_m: int, swap_ab: bool) -> Iterator[Config]:
-    if problem.w_itemsize == 2:
-        depths: tuple[int, ...] = (64, 128)
-    else:
-        depths = (64, 128) if problem.dtype == "fp8-w8a16" and block_m > 16 else (128, 256)
-    shapes: tuple[tuple[int, int], ...] = ((64, 4), (128, 4), (128, 8), (256, 8))
-    if _few_tiles(problem):
-        shapes = ((32, 4), (64, 4)) if not swap_ab else ((32, 4), *shapes)
-        depths = (*depths, 2 * depths[-1]) if not swap_ab else depths
-    for block_k, (block_n, num_warps) in itertools.product(depths, shapes):
-        if num_warps == 8 and block_m < 32 and block_n < 256:
-            continue
-        if block_m * block_n > 128 * 32 * num_warps:
-            continue
-        for num_stages in _stages(problem, block_m, block_n, block_k):
-            yield Config(
-                block_m=block_m,
-                block_n=block_n,
-                block_k=block_k,
-                num_warps=num_warps,
-                num_stages=num_stages,
-                swap_ab=swap_ab,
-            )
-
-
-def _mosaic_tiles(problem: Problem, block_m: int) -> Iterator[Config]:
-    """Tiles of one and two warp-groups, each with the deepest pipelines of one to four thread blocks an SM.
-
-    Two share a tile or, where it is tall, take turns. K steps of 128 bytes of a weight row, in small tiles 256 as well.
-    """
-    from backends import pallas_mosaic
-
-    small = block_m <= 32
-    shapes = ((64, 4), (128, 4), (128, 8)) if block_m <= 64 else ((64, 4), (128, 8), (256, 8))
-    for step_bytes in (128, 256) if small else (128,):
-        block_k = step_bytes // problem.w_itemsize
-        tiles = [
-            Config(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps)
-            for block_n, num_warps in shapes
-        ]
-        if block_m > 32 and problem.dtype != "fp8-w8a16":  # one is to widen while the other multiplies, on one tile
-            tiles.append(Config(block_m=block_m, block_n=128, block_k=block_k, num_warps=8, ping_pong=True))
-        for tile in tiles:
-            depths = set()
-            for blocks in (1,) if tile.num_warps == 8 else (1, 2, 3, 4) if small else (1, 2):
-                room = min(pallas_mosaic.SHARED_MEMORY, pallas_mosaic.SHARED_MEMORY_PER_SM // blocks - 1024)
-                fits = (
-                    d for d in range(2, 11) if pallas_mosaic.shared_bytes(problem, tile.replace(num_stages=d)) <= room
-                )
-                depths |= {max(fits, default=2)}
-            for num_stages in sorted(depths):
-                yield tile.replace(num_stages=num_stages)
-
-
-def _stages(problem: Problem, block_m: int, block_n: int, block_k: int) -> list[int]:
-    """One thread block a multiprocessor with the deepest pipeline, two with half of it each, and three stages.
-
-    Three are the least that keep a load in flight while a warp-group instruction reads a stage: large tiles, which the
-    arithmetic bounds, gain nothing by more.
-    """
-    stage = block_k * (block_m * problem.x_itemsize + block_n * problem.w_itemsize)
-    output = block_m * block_n * 2
-    deepest = min(8, (220_000 - output) // stage)
-    depths = {deepest, min(5, (110_000 - output) // stage), min(3, deepest)}
-    return sorted(depth for depth in depths if depth >= 2)
 
 
 def tune_case(row: Row, device: Any, configs: list[Config], data: Any, spills: Spills | None = None) -> dict[str, Any]:
@@ -279,7 +161,8 @@ def _compile(contenders: Mapping[Any, Any], device: Any) -> dict[str, str]:
 
     failed = {}
     device.clock.pause()  # CUPTI loses records of kernels that several threads launched at once
-    with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS)
+    try:
         runs = {
             config: pool.submit(lambda each: wait(each.eager(), each.framework, device), contender)
             for config, contender in contenders.items()
@@ -289,23 +172,47 @@ def _compile(contenders: Mapping[Any, Any], device: Any) -> dict[str, str]:
                 run.result()
             except Exception as error:
                 failed[str(config)] = f"{type(error).__name__}: {error}"[:300]
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupted run does not wait for those that have not begun
     device.clock.reset()
     return failed
 
 
 def jobs(
-    backends: list[str], dtypes: list[str], only: list[str], order: str = "column", models: list[str] | None = None
-) -> Iterator[Row]:
-    """The rows of CASES that are asked for; models None: of every model."""
-    for name, gemm, batches in CASES:
-        if models and name not in models:
-            continue
-        for tokens in batches:
-            for dtype in dtypes:
-                for backend in backends:
-                    row = Row(Case(model(name), gemm, tokens), dtype, order, backend)
-                    if any(part in row.id for part in only):
-                        yield row
+    backends: list[str],
+    dtypes: list[str],
+    only: list[str],
+    order: str = "column",
+    models: list[str] | None = None,
+    shard: tuple[int, int] = (1, 1),
+) -> list[Row]:
+    """The rows that are asked for of the targets set's layers, each with all its batches; models None: of every model.
+
+    Those of one layer and dtype together, as they share the weights. shard: as in `bench.cases.cases`.
+    """
+    chosen = [case for case in cases("targets", shard) if not models or case.model.name in models]
+    layers = dict.fromkeys((case.model, case.gemm) for case in chosen)
+    rows = [
+        Row(case, dtype, order, backend)
+        for layer in layers
+        for dtype in dtypes
+        for case in chosen
+        if (case.model, case.gemm) == layer
+        for backend in backends
+    ]
+    return [row for row in rows if any(part in row.id for part in only)]
+
+
+def has_entry(row: Row, gpu: str) -> bool:
+    """Whether backends/tuned/ has this backend's own entry for the row's layer, dtype and number of tokens."""
+    entries = tuning.of_layer(row.problem, row.contender, gpu)
+    return any((entry["backend"], entry["tokens"]) == (row.contender, row.case.tokens) for entry in entries)
+
+
+def configs_for(row: Row, gpu: str, near_only: bool) -> list[Config]:
+    """The configs to time: all candidates, or those near known ones, if there are any of other batches of the layer."""
+    known = tuning.of_layer(row.problem, row.contender, gpu) if near_only else []
+    return near(row.problem, row.contender, known) or candidates(row.problem, row.contender)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -316,11 +223,13 @@ def run(arguments: argparse.Namespace) -> None:
     device = Machine(arguments.clock)
     out = Path(arguments.out)
     done = finished(out, gpu=device.gpu, versions=versions())
-    cache = bench_data.DataCache(lambda *key: bench_data.build(*key, device=device.torch_device))
     layout: ScaleLayout = "channel"
     seeds = _best_of(arguments.from_best, arguments.top) if arguments.from_best else {}
-    rows = list(jobs(arguments.backend, arguments.dtype, arguments.only, arguments.order, arguments.model))
+    rows = jobs(arguments.backend, arguments.dtype, arguments.only, arguments.order, arguments.model, arguments.shard)
     rows = [row for row in rows if (row.contender, row.case.name, row.dtype, row.order) not in done]
+    if arguments.missing:
+        rows = [row for row in rows if not has_entry(row, device.gpu)]
+    cache = bench_data.BatchCache(lambda *key: bench_data.build_batches(*key, device=device.torch_device), rows)
     spills = Spills()
     try:
         for number, row in enumerate(rows, 1):
@@ -328,7 +237,7 @@ def run(arguments: argparse.Namespace) -> None:
                 print(f"out of time with {len(rows) - number + 1} cases left; run again to go on")
                 break
             begin = time.monotonic()
-            configs = seeds.get((row.case.name, row.dtype)) or candidates(row.problem, row.contender)
+            configs = seeds.get((row.case.name, row.dtype)) or configs_for(row, device.gpu, arguments.near)
             data = cache.get(row.case, row.dtype, layout)
             entry = tune_case(row, device, configs, data, spills)
             entry |= {"gpu": device.gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d")}
@@ -474,6 +383,14 @@ def tune(
     clock: Annotated[str, typer.Option(help="cupti or jax-cupti")] = "cupti",
     from_best: Annotated[Path | None, typer.Option(help="time only the fastest configs of this earlier run")] = None,
     top: Annotated[int, typer.Option(help="how many of them")] = 4,
+    near_known: Annotated[
+        bool,
+        typer.Option("--near", help="time only configs near those in backends/tuned/ for the layer, if there are any"),
+    ] = False,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="only cases that backends/tuned/ has no entry for")
+    ] = False,
+    shard: Annotated[str, typer.Option(help="I/N: the I-th of N parts of the layers, for N GPUs side by side")] = "1/1",
     collect_from: Annotated[
         Path | None, typer.Option("--collect", help="write the best configs of this run to backends/tuned/")
     ] = None,
@@ -491,7 +408,8 @@ def tune(
 
     chosen = argparse.Namespace(
         backend=backend or ["torch-triton"], dtype=dtype or list(DEFAULT_DTYPES), only=only or [""], order=order,
-        out=out, seconds=seconds, clock=clock, from_best=from_best, top=top, model=model_name,
+        out=out, seconds=seconds, clock=clock, from_best=from_best, top=top, model=model_name, near=near_known,
+        missing=missing,
     )  # fmt: skip
     try:
         for name in chosen.backend:
@@ -499,9 +417,12 @@ def tune(
         for name in chosen.dtype:
             check_name("--dtype", name, DTYPES)
         for name in chosen.model or ():
-            check_name("--model", name, sorted({case[0] for case in CASES}))
+            check_name("--model", name, sorted({case.model.name for case in cases("targets")}))
         check_name("--order", order, ORDERS)
         check_name("--clock", clock, CLOCKS)
+        chosen.shard = check_shard(shard, "targets")
+        if near_known and from_best is not None:
+            raise ArgumentError(f"--near: given with --from-best {from_best}; allowed: one of the two")
         if collect_from is not None:
             typer.echo(collect(collect_from))
             return
@@ -536,27 +457,3 @@ def _export(folder: Path, gpu: str | None) -> None:
     found = export_vllm.export(TUNED / f"{wanted}.json", folder)
     for line in (*map(str, found.paths), *found.notes):
         typer.echo(line)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", nargs="+", default=["torch-triton"])
-    parser.add_argument("--dtype", nargs="+", default=list(DEFAULT_DTYPES))
-    parser.add_argument("--model", nargs="+", help="only these models")
-    parser.add_argument("--only", nargs="+", default=[""], help="only rows whose id contains one of these")
-    parser.add_argument("--order", default="column", help="tile order that the candidates are timed in")
-    parser.add_argument("--out", default="tune.jsonl")
-    parser.add_argument("--seconds", type=float, default=540, help="start no case after this many seconds")
-    parser.add_argument("--clock", default="cupti")
-    parser.add_argument("--from-best", help="time only the fastest configs of this earlier run")
-    parser.add_argument("--top", type=int, default=4)
-    parser.add_argument("--collect", help="write the best configs of this run to backends/tuned/")
-    arguments = parser.parse_args()
-    if arguments.collect:
-        print(collect(Path(arguments.collect)))
-    else:
-        run(arguments)
-
-
-if __name__ == "__main__":
-    main()

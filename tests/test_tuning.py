@@ -72,6 +72,39 @@ def test_whose_measurement_serves_whom(measured: Problem) -> None:
     assert source("torch-triton", gpu="Other GPU").startswith("rule of thumb, no measured entry for Other GPU")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        (1, "torch-triton at 1"),  # an exact entry of the other's beats an own one at 2
+        (2, "pallas-triton at 2"),  # both have one
+        (3, "torch-triton at 4"),
+        (12, "torch-triton at 8"),
+        (16, "pallas-triton at 32"),  # twice as many as one, half as many as the other
+        (64, "pallas-triton at 32"),
+    ],
+)
+def test_a_port_takes_the_nearest_entry_of_either_its_own_where_both_are_as_near(
+    measured: Problem, monkeypatch: pytest.MonkeyPatch, tokens: int, found: str
+) -> None:
+    """The other's entries are at 1, 2, 4 and 8 tokens, its own at 2 and 32 and come last."""
+    theirs = tuning._entries("some-gpu")
+    own = [
+        {**theirs[0], "backend": "pallas-triton", "tokens": t, "config": {**theirs[0]["config"], "group_m": 100 + t}}
+        for t in (2, 32)
+    ]
+    monkeypatch.setattr(tuning, "_entries", lambda slug: [*theirs, *own])
+    choice = backends.choose_config(measured_at(tokens), backend="pallas-triton", gpu="Some GPU")
+    assert choice.source.endswith(f"in {found} tokens")
+    assert choice.config.group_m == int(found.split()[-1]) + (100 if found.startswith("pallas") else 0)
+    for backend in ("torch-triton", "jax-triton"):
+        choice = backends.choose_config(measured_at(2), backend=backend, gpu="Some GPU")
+        assert "torch-triton at 2" in choice.source, "a port's entries are its own"
+
+
+def measured_at(tokens: int) -> Problem:
+    return model("mixtral-8x7b").problem("gate-up", tokens, "fp16")
+
+
 def test_split_k_is_taken_only_at_the_tokens_it_was_measured_at(
     measured: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +17,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("typer")
 
-from bench import contenders, export_vllm, measure, prune, tune
-from bench.cases import Row
+from backends import registry, tuning
+from bench import candidates, contenders, data, export_vllm, machine, measure, prune, tune
+from bench.cases import TOKENS_FULL, Row
 from shared.checks import ArgumentError
 from shared.config import Config
 from shared.models import model
@@ -155,6 +158,190 @@ def test_models_are_chosen() -> None:
     chosen = list(tune.jobs(["torch-triton"], ["fp16"], [""], models=["qwen3-30b-a3b"]))
     assert {row.case.model.name for row in chosen} == {"qwen3-30b-a3b"}
     assert len(list(tune.jobs(["torch-triton"], ["fp16"], [""]))) > len(chosen)
+
+
+def test_every_layer_is_tuned_at_every_batch_and_shards_share_them_out() -> None:
+    rows = tune.jobs(["torch-triton", "pallas-mosaic"], ["fp16", "fp8-w8a8"], [""])
+    of_layer: dict[tuple[str, str], set[int]] = {}
+    for row in rows:
+        of_layer.setdefault((row.case.model.name, row.case.gemm), set()).add(row.case.tokens)
+    assert len(of_layer) == 8
+    assert all(batches == set(TOKENS_FULL) for batches in of_layer.values())
+    assert len(rows) == len(set(rows)) == 8 * 10 * 2 * 2
+    kept_together = [(row.case.model.name, row.case.gemm, row.dtype) for row in rows]
+    changes = sum(a != b for a, b in itertools.pairwise(kept_together))
+    assert changes == 8 * 2 - 1, "weights are made once a layer and dtype"
+    shards = [tune.jobs(["torch-triton"], ["fp16"], [""], shard=(i, 2)) for i in (1, 2)]
+    assert len(shards[0]) == len(shards[1])
+    assert sorted(row.id for shard in shards for row in shard) == sorted(
+        row.id for row in rows if (row.contender, row.dtype) == ("torch-triton", "fp16")
+    )
+
+
+# What is known of other batches
+
+
+def entry(tokens: int, backend: str = "torch-triton", **config: Any) -> dict[str, Any]:
+    """An entry of backends/tuned/ for Mixtral's gate-up projection in fp16."""
+    problem = MIXTRAL.problem("gate-up", tokens, "fp16")
+    shape = {name: getattr(problem, name) for name in ("dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")}
+    return {"backend": backend, **shape, "config": dataclasses.asdict(Config(**config))}
+
+
+SMALL = Config(block_m=16, block_n=64, block_k=128, num_stages=4)
+TALL = Config(block_m=64, block_n=128, block_k=64, num_stages=3)
+
+
+def changed(found: list[Config], config: Config) -> set[str]:
+    """How those of `found` that are one parameter away from `config` differ from it."""
+    before = dataclasses.asdict(config)
+    steps = [
+        [f"{name}={value}" for name, value in dataclasses.asdict(other).items() if value != before[name]]
+        for other in found
+    ]
+    return {step[0] for step in steps if len(step) == 1}
+
+
+def near(tokens: int, known: list[dict[str, Any]], backend: str = "torch-triton") -> list[Config]:
+    return candidates.near(MIXTRAL.problem("gate-up", tokens, "fp16"), backend, known)
+
+
+def test_near_candidates_are_the_next_batches_configs_and_one_step_from_them() -> None:
+    known = [
+        entry(1, block_m=16, block_n=256),
+        entry(64, **dataclasses.asdict(SMALL)),
+        entry(256, **dataclasses.asdict(TALL)),
+        entry(512, block_m=160, block_n=128, block_k=64, num_stages=2, num_warps=8),
+    ]
+    found = near(128, known)
+    assert {SMALL, TALL} <= set(found)
+    steps = {"num_stages=3", "num_stages=5", "block_n=32", "block_n=128"}
+    assert changed(found, SMALL) == steps | {"block_m=32"}, "no shorter tile for more tokens; w8 has no work"
+    steps = {"num_stages=2", "num_stages=4", "block_n=64", "block_n=256", "num_warps=8"}
+    assert changed(found, TALL) == steps | {"block_m=48"}, "no taller tile for fewer tokens"
+    assert len(found) == len(set(found))
+    assert Config.from_mapping(known[0]["config"]) not in found, "64 tokens are nearer than one"
+    assert Config.from_mapping(known[3]["config"]) not in found, "256 tokens are nearer than 512"
+
+
+def test_taller_tiles_are_tried_only_where_slots_would_fill_them() -> None:
+    known = [entry(1, **dataclasses.asdict(SMALL))]
+    assert "block_m=32" not in changed(near(4, known), SMALL)
+    assert "block_m=32" in changed(near(64, known), SMALL)
+
+
+def test_nothing_known_leaves_all_candidates() -> None:
+    assert near(8, []) == []
+    row = Row.of("mixtral-8x7b", "gate-up", 8, "fp16", "column", "torch-triton")
+    every = candidates.candidates(row.problem, "torch-triton")
+    assert tune.configs_for(row, "Other GPU", near_only=True) == every
+    assert tune.configs_for(row, "NVIDIA H200", near_only=False) == every
+    few = tune.configs_for(row, "NVIDIA H200", near_only=True)
+    assert 0 < len(few) < len(every)
+
+
+def test_a_port_starts_from_its_own_entries_and_looks_at_its_originals() -> None:
+    own, theirs = entry(64, "pallas-triton", **dataclasses.asdict(SMALL)), entry(128, **dataclasses.asdict(TALL))
+    found = near(128, [own, theirs], "pallas-triton")
+    assert changed(found, SMALL)
+    assert TALL in found
+    assert not changed([config for config in found if config.block_k == TALL.block_k], TALL), "as it is alone"
+    assert changed(near(128, [theirs], "pallas-triton"), TALL), "it has none itself"
+
+
+def test_parts_of_k_are_halved_for_more_tokens_and_doubled_for_fewer() -> None:
+    split = SMALL.replace(split_k=4)
+    assert "split_k=2" in changed(near(2, [entry(1, **dataclasses.asdict(split))]), split)
+    problem = model("deepseek-v3").problem("gate-up", 1, "fp16")
+    known = [entry(2, **dataclasses.asdict(split))]
+    assert "split_k=8" in changed(candidates.near(problem, "torch-triton", known), split), "it has few tiles"
+
+
+@pytest.mark.parametrize("backend", ["torch-triton", "pallas-triton", "pallas-mosaic"])
+def test_near_candidates_run_and_are_few(backend: str) -> None:
+    """All cases without an entry together: each config can be honoured, and they are far fewer than all candidates."""
+    few = every = 0
+    for row in tune.jobs([backend], ["fp16", "fp8-w8a16", "fp8-w8a8"], [""], models=["mixtral-8x7b", "deepseek-v3"]):
+        known = tuning.of_layer(row.problem, backend, "NVIDIA H200")
+        known = [entry for entry in known if entry["tokens"] != row.case.tokens]
+        found = candidates.near(row.problem, backend, known)
+        reasons = [registry.load(backend).unsupported(row.problem, config) for config in found]
+        assert found
+        assert reasons == [None] * len(found)
+        few += len(found)
+        every += len(candidates.candidates(row.problem, backend))
+    assert few < every / 2
+
+
+def test_a_step_that_needs_more_shared_memory_has_fewer_stages() -> None:
+    deep = Config(block_m=16, block_n=128, block_k=128, num_stages=6)
+    found = near(8, [entry(4, **dataclasses.asdict(deep))])
+    assert deep.replace(block_n=256, num_stages=3) in found
+    assert not any(config.block_n == 256 and config.num_stages > 3 for config in found)
+
+
+def test_cases_with_an_entry_of_their_own_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_entries", lambda slug: [entry(8)] if slug == "some-gpu" else [])
+
+    def has(tokens: int = 8, dtype: str = "fp16", backend: str = "torch-triton", gpu: str = "Some GPU") -> bool:
+        return tune.has_entry(Row.of("mixtral-8x7b", "gate-up", tokens, dtype, "column", backend), gpu)
+
+    assert has()
+    assert not has(tokens=16)
+    assert not has(dtype="fp8-w8a8")
+    assert not has(backend="pallas-triton"), "the original's entry is not its own"
+    assert not has(gpu="Other GPU")
+    assert not tune.has_entry(Row.of("mixtral-8x7b", "down", 8, "fp16", "column", "torch-triton"), "Some GPU")
+
+
+def test_a_run_takes_missing_cases_near_known_ones_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtral's gate-up has an entry at 8 tokens, nothing else has one: the run is stopped, repeated, and complete."""
+    monkeypatch.setattr(tuning, "_entries", lambda slug: [entry(8)])
+    monkeypatch.setattr(machine, "Machine", lambda clock: types.SimpleNamespace(gpu="Some GPU", torch_device="cpu"))
+    monkeypatch.setattr(data, "build_batches", lambda cases, *_, **__: dict.fromkeys(cases))
+    timed: dict[str, int] = {}
+
+    def tune_case(row: Row, device: Any, configs: list[Config], *_: object) -> dict[str, Any]:
+        if len(timed) == 3 and row.id not in timed:
+            timed["stopped"] = 0
+            raise KeyboardInterrupt
+        assert row.id not in timed, "it is finished"
+        timed[row.id] = len(configs)
+        told = {"backend": row.contender, "case": row.case.name, "dtype": row.dtype, "order": row.order}
+        return {**told, "times": [], "pruned": {}, "failed": {}}
+
+    monkeypatch.setattr(tune, "tune_case", tune_case)
+    given = types.SimpleNamespace(
+        clock="cupti", out=tmp_path / "tune.jsonl", from_best=None, top=4, backend=["torch-triton"], dtype=["fp16"],
+        only=["gate-up"], order="column", model=["mixtral-8x7b"], shard=(1, 1), missing=True, near=True, seconds=1e9,
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        tune.run(given)  # type: ignore[arg-type]
+    assert len(tune.read(given.out)) == 3
+    tune.run(given)  # type: ignore[arg-type]
+    batches = [tokens for tokens in TOKENS_FULL if tokens != 8]
+    cases = [f"mixtral-8x7b/gate-up/tp{MIXTRAL.tp}/tokens-{tokens}" for tokens in batches]
+    assert [entry["case"] for entry in tune.read(given.out)] == cases
+    problem = MIXTRAL.problem("gate-up", 16, "fp16")
+    assert timed[f"{cases[4]}/fp16/column/torch-triton"] < len(candidates.candidates(problem, "torch-triton"))
+
+
+def test_an_interrupted_run_does_not_compile_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    def wait(value: int, *_: object) -> None:
+        begun.append(value)
+        if value == 0:
+            raise KeyboardInterrupt
+        time.sleep(0.05)
+
+    monkeypatch.setattr(contenders, "wait", wait)
+    monkeypatch.setattr(tune, "COMPILE_THREADS", 1)
+    device: Any = types.SimpleNamespace(clock=types.SimpleNamespace(pause=lambda: None, reset=lambda: None))
+    several = {i: types.SimpleNamespace(framework="torch", eager=lambda i=i: i) for i in range(50)}
+    with pytest.raises(KeyboardInterrupt):
+        tune._compile(several, device)
+    assert len(begun) < 10
 
 
 # Export
