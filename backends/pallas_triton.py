@@ -112,7 +112,6 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
             # Gather rows
             row_valid = [slot < slots for slot in slots_of]
             token = [lax.div(slot, problem.top_k) for slot in slots_of]
-            k_of_step = lax.iota(jnp.int32, block_k)
             # Past the last channel, channel N - 1 is read again instead of masking: its products are never stored, and
             # unmasked loads stay 16 bytes wide.
             n_read = n if n_size % block_n == 0 else jnp.minimum(n, n_size - 1)
@@ -124,26 +123,33 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
                 row_scale = [_row_scale(ref, *of, problem) for of in zip(slots_of, token, row_valid, strict=True)]
 
             # Stream K
+            halves = 2 if _in_halves(problem, config) else 1
+            depth = block_k // halves
+
             def step(index: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                k = index * block_k + k_of_step
-                k_valid = None
-                if k_size % block_k:  # both tails are masked: 0 * NaN is NaN
-                    k_valid = (k < k_size)[None, :]
-                w = _load(ref["w"], (expert, n_read[:, None], k[None, :]), (block_n, block_k), k_valid)
-                if problem.is_fp8 and not problem.quantises_x:
-                    w = w.astype(jnp.float16)  # x is float16 then: the one 16-bit type that hardware widens e4m3 to
+                weights = []
+                for half in range(halves):
+                    k = index * block_k + half * depth + lax.iota(jnp.int32, depth)
+                    k_valid = None
+                    if k_size % block_k:  # both tails are masked: 0 * NaN is NaN
+                        k_valid = (k < k_size)[None, :]
+                    w = _load(ref["w"], (expert, n_read[:, None], k[None, :]), (block_n, depth), k_valid)
+                    if problem.is_fp8 and not problem.quantises_x:
+                        w = w.astype(jnp.float16)  # x is float16 then: the one 16-bit type that hardware widens e4m3 to
+                    weights.append((w, k, k_valid))
                 block_scale = None
                 if problem.scale_layout == "block":
                     block_scale = _block_scale(ref["w_scale"], expert, col * block_n, index * block_k, config)
-                sums = []
-                for acc, of, valid in zip(accs, token, row_valid, strict=True):
-                    x_valid = valid[:, None] if k_valid is None else valid[:, None] & k_valid
-                    x = _load(ref["x"], (of[:, None], k[None, :]), (of.size, block_k), x_valid)
-                    left, right = (w, x) if config.swap_ab else (x, w)
-                    if block_scale is None:
-                        sums.append(_dot(left, right, acc))
-                    else:
-                        sums.append(acc + _dot(left, right, jnp.zeros_like(acc)) * block_scale)
+                sums = list(accs)
+                for w, k, k_valid in weights:
+                    for i, (of, valid) in enumerate(zip(token, row_valid, strict=True)):
+                        x_valid = valid[:, None] if k_valid is None else valid[:, None] & k_valid
+                        x = _load(ref["x"], (of[:, None], k[None, :]), (of.size, depth), x_valid)
+                        left, right = (w, x) if config.swap_ab else (x, w)
+                        if block_scale is None:
+                            sums[i] = _dot(left, right, sums[i])
+                        else:
+                            sums[i] += _dot(left, right, jnp.zeros_like(sums[i])) * block_scale
                 return tuple(sums)
 
             steps = ceil_div(k_size, block_k)
@@ -179,6 +185,23 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
             first_of_tail = ref["sorted_slot"][row * block_m + head]
             pl.when((expert >= 0) & (first_of_tail < slots))(lambda: gemm_tile(slots_of))
             pl.when((expert >= 0) & (first_of_tail >= slots))(lambda: gemm_tile(slots_of[:1]))
+
+
+def _in_halves(problem: Problem, config: Config) -> bool:
+    """Whether a step of K is taken as two products, one after the other into the same sums.
+
+    Weights that are widened go to the warp-group instruction from registers, as its left operand. XLA's Triton ends
+    such a step with a wait for all its products, and in tall tiles ptxas then runs the instructions one by one
+    (C7514). Of two products it waits for the first alone: the second runs while the next step's weights are widened,
+    as Triton's own compiler has it.
+    """
+    widened_left = problem.dtype == "fp8-w8a16" and config.swap_ab
+    return widened_left and _warp_group(config) and problem.scale_layout == "channel" and config.block_k >= 64
+
+
+def _warp_group(config: Config) -> bool:
+    """Whether the tile is a warp-group instruction's: four warps, 64 rows of its left operand."""
+    return config.num_warps % 4 == 0 and (config.block_n if config.swap_ab else config.block_m) >= 64
 
 
 def _row_scale(ref: dict[str, Any], slot: jax.Array, token: jax.Array, valid: jax.Array, problem: Problem) -> jax.Array:
@@ -422,8 +445,7 @@ def _shared_bytes(problem: Problem, config: Config) -> int:
     """
     x_bytes = config.block_m * config.block_k * problem.x_itemsize
     w_bytes = config.block_n * config.block_k * problem.w_itemsize
-    left_rows = config.block_n if config.swap_ab else config.block_m
-    if config.num_warps % 4 or left_rows < 64:
+    if not _warp_group(config):
         return max(1, config.num_stages - 1) * (x_bytes + w_bytes)
     if problem.dtype != "fp8-w8a16":
         return config.num_stages * (x_bytes + w_bytes)

@@ -208,6 +208,22 @@ def test_configs_that_calls_get_do_not_spill(backend: str, variant: str, tokens:
     assert_fits(compiled(backend, problem, "column", config), config)
 
 
+@pytest.mark.parametrize("backend", ["torch-triton", "pallas-triton"])
+def test_widened_weights_do_not_serialise_the_products(backend: str) -> None:
+    """ptxas puts a wait behind each warp-group instruction where it finds no order that is right without (C7514).
+
+    A tall tile's weights go to the instruction from registers, for two sums: as one product a step, XLA's lowering of
+    it was such a case, a third slower than Triton's.
+    """
+    problem = Problem.of("fp8-w8a16", tokens=128, experts=8, n=512, k=512, top_k=2)
+    code = compiled(backend, problem, "column", Config(block_m=80, block_n=64, block_k=128, num_stages=3))
+    if code.sass is None:
+        pytest.skip("no disassembler")
+    products, waits = code.sass.count("HGMMA"), code.sass.count("WARPGROUP.DEPBAR")
+    assert products == 24, "64 and 16 rows of 128 values of K, and 64 alone"
+    assert 0 < waits < products / 2
+
+
 @pytest.mark.parametrize("backend", ["torch-triton", "pallas-mosaic"])
 def test_the_deepest_pipeline_that_is_accepted_fits(backend: str) -> None:
     """What `unsupported` allows, the compiler must not find too large for a thread block."""

@@ -148,42 +148,6 @@ def test_warp_groups_in_turns_with_few_tiles(name: str) -> None:
 
 
 @NUMERICS
-@pytest.mark.parametrize(
-    ("variant", "order", "stages", "k"),
-    [
-        ("fp16", "row", 3, 72),  # 3 steps in 3 stages: every tile starts at the same one
-        ("fp16", "column", 2, 72),  # an odd number of steps of each stage between one's own tiles
-        ("fp8-w8a16-channel", "popular", 4, 72),
-        ("fp8-w8a8-block", "grouped", 3, 128),
-        ("fp8-w8a8-channel", "row", 5, 32),  # one step a tile: several tiles in the ring at once
-    ],
-)
-def test_warp_groups_in_turns(variant: str, order: str, stages: int, k: int) -> None:
-    """Experts with 1, 33, 48 and 100 slots. Thread blocks have odd and even numbers of tiles."""
-    counts = (1, 33, 48, 100)
-    ids = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    rng = np.random.default_rng(2)
-    case = cases.Case(
-        name="turns", reason="", ids=rng.permutation(ids)[:, None], experts=len(counts), n=200, k=k,
-        config=Config(block_m=48, block_n=64, block_k=32, num_warps=8, num_stages=stages, ping_pong=True),
-    )  # fmt: skip
-    data = cases.data_of(case, variant)
-    y = run(BACKEND, data, order, case.config)
-    check(y, data)
-
-
-@NUMERICS
-@pytest.mark.parametrize("name", ["one-token", "all-minus-one", "many-rows"])
-def test_warp_groups_in_turns_with_few_tiles(name: str) -> None:
-    """Blocks of one tile, or none: a warp-group whose turn never comes."""
-    config = Config(block_m=16, block_n=64, block_k=32, num_warps=8, num_stages=2, ping_pong=True)
-    data = build(name, "fp16")
-    for order in ("row", "column"):
-        y = run(BACKEND, data, order, config)
-        check(y, data)
-
-
-@NUMERICS
 def test_popularity_of_earlier_steps_changes_no_result() -> None:
     data = build("many-rows", "fp16")
     popularity = np.array([3, 1, 2**31 - 1], np.int32)
@@ -278,23 +242,6 @@ def test_tiles_have_instructions_of_every_height() -> None:
         pytest.param("fp8-w8a8", 128, marks=pytest.mark.slow),
         pytest.param("fp8-w8a16", 64, marks=pytest.mark.slow),
     ],
-)
-def test_whole_tiles_in_the_registers_of_one_warp_group(dtype: str, block_k: int) -> None:
-    """For sm_90a: 160 sums a thread, nothing spills; each K step multiplies all 128 channels by two instructions."""
-    problem = models.model("mixtral-8x7b").problem("gate-up", 512, dtype)
-    config = Config(block_m=160, block_k=block_k, num_warps=8, num_stages=4, ping_pong=True)
-    assert pallas_mosaic.unsupported(problem, config) is None
-    code = backends.load(BACKEND).compile_only(problem, "row", config)
-    assert code.spills == 0
-    assert f"setmaxnreg.inc.sync.aligned.u32 {pallas_mosaic.COMPUTE_REGISTERS}" in code.ptx
-    depth = block_k // (32 if dtype == "fp8-w8a8" else 16)
-    assert len(re.findall(r"wgmma\.mma_async\S*\.m64n160k", code.ptx)) % (2 * depth) == 0
-
-
-@pytest.mark.compile_only
-@pytest.mark.parametrize(
-    ("dtype", "block_k"),
-    [("fp16", 64), pytest.param("fp8-w8a8", 128, marks=pytest.mark.slow), pytest.param("fp8-w8a16", 64, marks=pytest.mark.slow)],
 )
 def test_whole_tiles_in_the_registers_of_one_warp_group(dtype: str, block_k: int) -> None:
     """For sm_90a: 160 sums a thread, nothing spills; each K step multiplies all 128 channels by two instructions."""
