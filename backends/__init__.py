@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from backends import arrays, tuning
-from backends.registry import BACKENDS, Backend, BackendUnavailable, load
+from backends.registry import BACKENDS, Backend, BackendUnavailable, Memo, load
 from backends.tuning import Choice
 from shared.checks import (
     ArgumentError,
@@ -81,17 +81,19 @@ def moe_gemm(
     Raises, before anything is launched: ArgumentError (a ValueError) naming the argument, what was given and what is
     allowed; DtypeError (also a TypeError) for a dtype; BackendUnavailable with the remedy.
     """
-    options: dict[str, Any] = {
-        "mode": mode, "order": order, "backend": backend, "interpret": interpret, "validate": validate
-    }  # fmt: skip
     if "torch" in sys.modules:
         if "backends.torch_op" not in sys.modules:
             import backends.torch_op  # noqa: F401
         torch_op = sys.modules["backends.torch_op"]  # an import statement costs more than the question
         given = (x, w, topk_ids, w_scale, topk_weight, popularity)
         if torch_op.recording(given):
-            return torch_op.call(given, config, **options)
-    return unrecorded(x, w, topk_ids, w_scale, topk_weight, popularity, config=config, **options)
+            return torch_op.call(
+                given, config, mode=mode, order=order, backend=backend, interpret=interpret, validate=validate
+            )
+    return unrecorded(
+        x, w, topk_ids, w_scale, topk_weight, popularity, config=config, mode=mode, order=order, backend=backend,
+        interpret=interpret, validate=validate,
+    )  # fmt: skip
 
 
 def unrecorded(
@@ -100,6 +102,20 @@ def unrecorded(
 ) -> Any:  # fmt: skip
     """`moe_gemm` itself. What records torch operators sees it from outside only (backends/torch_op.py)."""
     given = (x, w, topk_ids, w_scale, topk_weight, popularity)
+    key, ready = None, None
+    if not interpret and not validate:
+        try:
+            key = (arrays.tensors_key(*given), mode, order, config, backend)
+            ready = _ready.get(key)
+        except (AttributeError, TypeError):  # no tensors, or options that no dictionary can look up
+            key = None
+    if ready is not None:
+        sys.modules["backends.torch_op"].check_no_gradient(given)
+        return ready.module.moe_gemm(
+            x, w, topk_ids, w_scale, topk_weight, problem=ready.problem, order=order, config=ready.config,
+            popularity=popularity, memo=ready.memo,
+        )  # fmt: skip
+
     signatures = arrays.signatures(ARRAYS, given)
     traced = (signatures[0] is None or signatures[0][0] != "torch") and any(map(_is_traced, signatures))
     # What depends on no value is checked once; a trace, and what no dictionary can look up, each time.
@@ -140,7 +156,13 @@ def unrecorded(
         )
         return jax_rules.call(run, again, dict(zip(ARRAYS, given, strict=True)))
     if kind == module.FRAMEWORK == "torch":
-        return module.moe_gemm(x, w, topk_ids, w_scale, topk_weight, **how, popularity=popularity)
+        memo = Memo()
+        y = module.moe_gemm(x, w, topk_ids, w_scale, topk_weight, **how, popularity=popularity, memo=memo)
+        if key is not None and memo.work is not None:
+            if len(_ready) >= _MOST_READY:
+                _ready.clear()
+            _ready[key] = Ready(problem, config, module, memo)
+        return y
     with arrays.same_current_device():
         native: tuple[Any, ...] = given
         if kind != module.FRAMEWORK:
@@ -162,6 +184,20 @@ def _is_traced(of: arrays.Signature | None) -> bool:
 ARRAYS = ("x", "w", "topk_ids", "w_scale", "topk_weight", "popularity")
 _LOOKED_UP = {str, Config, type(None)}
 """Types of options that a dictionary can look up."""
+
+
+class Ready(NamedTuple):
+    """All that a later call of torch tensors on a GPU needs, once a call of its signature has gone all the way."""
+
+    problem: Problem
+    config: Config
+    module: Backend
+    memo: Memo
+
+
+_MOST_READY = 4096
+_ready: dict[tuple[Any, ...], Ready] = {}
+"""By what `arrays.tensors_key` reads and the options: found at once, where `_checked` needs signatures first."""
 
 
 class Checked(NamedTuple):

@@ -101,6 +101,21 @@ def signatures(names: Sequence[str], given: Sequence[Any]) -> tuple[Signature | 
     )
 
 
+def tensors_key(x: Any, w: Any, topk_ids: Any, w_scale: Any, topk_weight: Any, popularity: Any) -> tuple[Any, ...]:
+    """What `signatures` reads of torch tensors, flat and without a loop: it is made on every eager call.
+
+    AttributeError where a required argument is no tensor.
+    """
+    return (
+        x.stride(), x.shape, x.dtype, x.device,
+        w.stride(), w.shape, w.dtype, w.device,
+        topk_ids.stride(), topk_ids.shape, topk_ids.dtype, topk_ids.device,
+        None if w_scale is None else (w_scale.stride(), w_scale.shape, w_scale.dtype, w_scale.device),
+        None if topk_weight is None else (topk_weight.stride(), topk_weight.shape, topk_weight.dtype, topk_weight.device),
+        None if popularity is None else (popularity.stride(), popularity.shape, popularity.dtype, popularity.device),
+    )  # fmt: skip
+
+
 def spec(name: str, of: Signature) -> ArraySpec:
     """What a signature says, in words that all frameworks share."""
     kind, shape, dtype, strides, device = of

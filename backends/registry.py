@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from typing import Any, Protocol
@@ -18,6 +19,13 @@ _MODULES = {
     "pallas-mosaic": "backends.pallas_mosaic",
 }
 BACKENDS = tuple(_MODULES)
+
+
+@dataclasses.dataclass
+class Memo:
+    """What a backend keeps from a call, for later calls that differ from it in addresses and values alone."""
+
+    work: Any = None
 
 
 class Backend(Protocol):
@@ -45,6 +53,7 @@ class Backend(Protocol):
         interpret: bool = False,
         fill: float | None = None,
         popularity: Any = None,
+        memo: Memo | None = None,  # of a torch backend only
     ) -> Any: ...
 
     def compile_only(self, problem: Problem, order: str, config: Config) -> Compiled: ...

@@ -32,7 +32,7 @@ def recording(given: Sequence[Any]) -> bool:
         return True
     if not isinstance(given[0], torch.Tensor):
         return False
-    if _modes() > 0 or _is_tracing() or _inside_torch_func():
+    if _modes() > 0 or _is_tracing() or _innermost() is not None:
         return True
     if _PLAIN.issuperset(map(type, given)):
         return False
@@ -80,6 +80,12 @@ def check_no_gradient(given: Sequence[Any], *, recorded: bool = False) -> None:
     backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
     if not backward and not forward:
         return
+    if not forward and not recorded:  # every eager call comes by
+        for tensor in given:
+            if tensor is not None and tensor.requires_grad:
+                break
+        else:
+            return
     for name, tensor in zip(_NAMES, given, strict=True):
         if tensor is None:
             continue

@@ -13,11 +13,11 @@ variants, but for what is looked at here, call by call. What Triton's dispatch d
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.nvidia.driver import CudaLauncher
@@ -31,7 +31,8 @@ ALIGNMENT = 16
 class Kept:
     """The launches of one kind of call, with the kernels that its buffers' alignment and no hook led to."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cuda") -> None:
+        self.empty = allocator(device_type)
         self._launches: list[tuple[Any, ...]] = []
         self._alive: list[CompiledKernel] = []
 
@@ -45,9 +46,12 @@ class Kept:
         self._alive.append(compiled)
         self._launches.append((*launcher(compiled), grid, pick, tuple(values)))
 
-    def usable(self, addresses: Sequence[int]) -> bool:
+    def usable(self, *addresses: int) -> bool:
         """Whether a call with these addresses may use kept kernels, and its own may be kept."""
-        return functools.reduce(operator.or_, addresses) % ALIGNMENT == 0 and not watched()
+        together = 0
+        for address in addresses:
+            together |= address
+        return together % ALIGNMENT == 0 and not watched()
 
     def is_current(self, device: int | None) -> bool:
         """Whether launches go to this device as things are; None: a device that has no number."""
@@ -57,7 +61,16 @@ class Kept:
         """All launches, on the current stream of the device, which is the current one."""
         stream = driver.active.get_current_stream(device)
         for run, fixed, grid, pick, values in self._launches:
-            run(grid, 1, 1, stream, *fixed, (*pick(addresses), *values))
+            run(grid, 1, 1, stream, *fixed, pick(addresses) + values)
+
+
+def allocator(device_type: str) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
+    """empty(shape, strides, dtype) on the current device: `torch.empty_strided` past PyTorch's dispatcher.
+
+    It is what the code that TorchInductor generates allocates with. Nothing listens to the dispatcher here: a call that
+    something records is an operator, and never comes this far (backends/torch_op.py).
+    """
+    return getattr(torch._C._dynamo.guards, f"_empty_strided_{device_type}")
 
 
 def launcher(compiled: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, ...]]:
