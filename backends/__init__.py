@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from backends import arrays, tuning
-from backends.registry import BACKENDS, Backend, BackendUnavailable, Memo, load
+from backends.registry import BACKENDS, Again, Backend, BackendUnavailable, load
 from backends.tuning import Choice
 from shared.checks import (
     ArgumentError,
@@ -102,19 +102,17 @@ def unrecorded(
 ) -> Any:  # fmt: skip
     """`moe_gemm` itself. What records torch operators sees it from outside only (backends/torch_op.py)."""
     given = (x, w, topk_ids, w_scale, topk_weight, popularity)
-    key, ready = None, None
+    key = repeat = None
     if not interpret and not validate:
         try:
             key = (arrays.tensors_key(*given), mode, order, config, backend)
-            ready = _ready.get(key)
-        except (AttributeError, TypeError):  # no tensors, or options that no dictionary can look up
+            repeat = _repeats.get(key)
+        except (AttributeError, TypeError):  # not all are tensors, or no dictionary can look up an option
             key = None
-    if ready is not None:
+    if repeat is not None:
         sys.modules["backends.torch_op"].check_no_gradient(given)
-        return ready.module.moe_gemm(
-            x, w, topk_ids, w_scale, topk_weight, problem=ready.problem, order=order, config=ready.config,
-            popularity=popularity, memo=ready.memo,
-        )  # fmt: skip
+        if (y := repeat(*given)) is not None:
+            return y
 
     signatures = arrays.signatures(ARRAYS, given)
     traced = (signatures[0] is None or signatures[0][0] != "torch") and any(map(_is_traced, signatures))
@@ -156,12 +154,14 @@ def unrecorded(
         )
         return jax_rules.call(run, again, dict(zip(ARRAYS, given, strict=True)))
     if kind == module.FRAMEWORK == "torch":
-        memo = Memo()
-        y = module.moe_gemm(x, w, topk_ids, w_scale, topk_weight, **how, popularity=popularity, memo=memo)
-        if key is not None and memo.work is not None:
-            if len(_ready) >= _MOST_READY:
-                _ready.clear()
-            _ready[key] = Ready(problem, config, module, memo)
+        y = module.moe_gemm(x, w, topk_ids, w_scale, topk_weight, **how, popularity=popularity)
+        if (
+            key is not None
+            and (repeat := module.again(*given, problem=problem, order=order, config=config)) is not None
+        ):
+            if len(_repeats) >= _MOST_SIGNATURES:
+                _repeats.clear()
+            _repeats[key] = repeat
         return y
     with arrays.same_current_device():
         native: tuple[Any, ...] = given
@@ -186,18 +186,12 @@ _LOOKED_UP = {str, Config, type(None)}
 """Types of options that a dictionary can look up."""
 
 
-class Ready(NamedTuple):
-    """All that a later call of torch tensors on a GPU needs, once a call of its signature has gone all the way."""
+_MOST_SIGNATURES = 4096
+_repeats: dict[tuple[Any, ...], Again] = {}
+"""Torch calls that have gone all the way, by `arrays.tensors_key` and options: how such a call is made again.
 
-    problem: Problem
-    config: Config
-    module: Backend
-    memo: Memo
-
-
-_MOST_READY = 4096
-_ready: dict[tuple[Any, ...], Ready] = {}
-"""By what `arrays.tensors_key` reads and the options: found at once, where `_checked` needs signatures first."""
+It stands before `_checked`, which needs a signature of each array first and leaves the backend to be called.
+"""
 
 
 class Checked(NamedTuple):
@@ -211,7 +205,7 @@ class Checked(NamedTuple):
     module: Backend
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=_MOST_SIGNATURES)
 def _checked(
     signatures: tuple[arrays.Signature | None, ...], mode: str | None, order: str, config: Config | None, backend: str,
     gpu: str | None,

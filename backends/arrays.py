@@ -102,17 +102,21 @@ def signatures(names: Sequence[str], given: Sequence[Any]) -> tuple[Signature | 
 
 
 def tensors_key(x: Any, w: Any, topk_ids: Any, w_scale: Any, topk_weight: Any, popularity: Any) -> tuple[Any, ...]:
-    """What `signatures` reads of torch tensors, flat and without a loop: it is made on every eager call.
+    """What `signatures` reads of torch tensors, without a loop, as every eager call comes by; AttributeError of others.
 
-    AttributeError where a required argument is no tensor.
+    Strides of x and w; of the others, which kernels read row by row, whether they have to be copied for that.
     """
     return (
         x.stride(), x.shape, x.dtype, x.device,
         w.stride(), w.shape, w.dtype, w.device,
-        topk_ids.stride(), topk_ids.shape, topk_ids.dtype, topk_ids.device,
-        None if w_scale is None else (w_scale.stride(), w_scale.shape, w_scale.dtype, w_scale.device),
-        None if topk_weight is None else (topk_weight.stride(), topk_weight.shape, topk_weight.dtype, topk_weight.device),
-        None if popularity is None else (popularity.stride(), popularity.shape, popularity.dtype, popularity.device),
+        topk_ids.is_contiguous(), topk_ids.shape, topk_ids.dtype, topk_ids.device,
+        None if w_scale is None else (w_scale.is_contiguous(), w_scale.shape, w_scale.dtype, w_scale.device),
+        None
+        if topk_weight is None
+        else (topk_weight.is_contiguous(), topk_weight.shape, topk_weight.dtype, topk_weight.device),
+        None
+        if popularity is None
+        else (popularity.is_contiguous(), popularity.shape, popularity.dtype, popularity.device),
     )  # fmt: skip
 
 

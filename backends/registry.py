@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from backends.compiled import Compiled
@@ -21,11 +21,9 @@ _MODULES = {
 BACKENDS = tuple(_MODULES)
 
 
-@dataclasses.dataclass
-class Memo:
-    """What a backend keeps from a call, for later calls that differ from it in addresses and values alone."""
-
-    work: Any = None
+Again = Callable[[Any, Any, Any, Any, Any, Any], Any]
+"""y of other arrays (x, w, topk_ids, w_scale, topk_weight, popularity) that differ from an earlier call's in addresses
+and values alone; None where these cannot be had so, and `Backend.moe_gemm` has to be called."""
 
 
 class Backend(Protocol):
@@ -53,8 +51,11 @@ class Backend(Protocol):
         interpret: bool = False,
         fill: float | None = None,
         popularity: Any = None,
-        memo: Memo | None = None,  # of a torch backend only
     ) -> Any: ...
+
+    def again(self, *arrays: Any, problem: Problem, order: str, config: Config) -> Again | None:
+        """Of a torch backend only: how a call is made again that `moe_gemm` has just made; None if not so."""
+        ...
 
     def compile_only(self, problem: Problem, order: str, config: Config) -> Compiled: ...
 

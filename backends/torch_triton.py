@@ -18,7 +18,7 @@ from shared.problem import Problem
 if TYPE_CHECKING:
     import torch
 
-    from backends.registry import Memo
+    from backends.registry import Again
     from backends.triton_again import Kept
 
 NAME = "torch-triton"
@@ -55,29 +55,21 @@ def moe_gemm(
     interpret: bool = False,
     fill: float | None = None,
     popularity: torch.Tensor | None = None,
-    memo: Memo | None = None,
 ) -> torch.Tensor:
     """y (T, top_k, N) in the dtype of x; arguments as in shared/problem.py, already checked.
 
     fill: value that y, and the float32 sums over parts of K, are filled with before a kernel writes them, so that an
     unwritten element shows. popularity: (E,) int32, read by order "popular" alone; None: the slot counts of this call.
-    memo: what an earlier call left, whose arrays had these shapes, strides, dtypes and device, under the same options.
     No host synchronisation: the call can be captured in a CUDA graph. Raises ArgumentError where the compiled kernel
     needs more shared memory than the GPU has.
     """
-    import torch
-
-    again = not interpret and fill is None
-    if again and memo is not None and memo.work is not None:
-        y = _again(memo.work, x, w, topk_ids, w_scale, topk_weight, popularity)
-        if y is not None:
-            return y
-    by = triton_launch.popularity_of(order, popularity)
-    work = _work(problem, order, config, by, _row_stride(x), *w.stride()[:2], x.dtype, w.dtype, x.device)
-    as_passed = (x, w, topk_ids, w_scale, topk_weight, popularity)
-    given = (x, w, *(None if array is None else array.contiguous() for array in as_passed[2:]))
-    if again and work.kept is not None and (y := _again(work, *given)) is not None:
+    work = _work_of(x, w, popularity, problem, order, config)
+    rows = (topk_ids, w_scale, topk_weight, popularity)
+    given: tuple[Any, ...] = (x, w, *(None if array is None else array.contiguous() for array in rows))
+    if work.kept is not None and not interpret and fill is None and (y := _again(work, *given)) is not None:
         return y
+
+    import torch
 
     buffers: dict[str, Any] = dict(zip(_GIVEN, given, strict=True))
     for name, shape, dtype in work.buffers:
@@ -91,9 +83,18 @@ def moe_gemm(
     ]
     if not interpret and None not in kernels:
         _keep(work, buffers, kernels)
-    if memo is not None and all(map(operator.is_, given, as_passed)):
-        memo.work = work if work.kept is not None else None
     return buffers["y"]
+
+
+def again(
+    x: torch.Tensor, w: torch.Tensor, topk_ids: torch.Tensor, w_scale: torch.Tensor | None,
+    topk_weight: torch.Tensor | None, popularity: torch.Tensor | None, *, problem: Problem, order: str, config: Config,
+) -> Again | None:  # fmt: skip
+    """How a call of `moe_gemm` with such arrays is made again; None where it kept no kernels, or has to copy first."""
+    work = _work_of(x, w, popularity, problem, order, config)
+    rows = (topk_ids, w_scale, topk_weight, popularity)
+    copied = any(array is not None and not array.is_contiguous() for array in rows)
+    return None if work.kept is None or copied else functools.partial(_again, work)
 
 
 _GIVEN = ("x", "w", "topk_ids", "w_scale", "topk_weight", "popularity")
@@ -209,6 +210,13 @@ def _work(
     )
 
 
+def _work_of(
+    x: torch.Tensor, w: torch.Tensor, popularity: torch.Tensor | None, problem: Problem, order: str, config: Config
+) -> Work:
+    by = triton_launch.popularity_of(order, popularity)
+    return _work(problem, order, config, by, _row_stride(x), *w.stride()[:2], x.dtype, w.dtype, x.device)
+
+
 def _again(
     work: Work, x: torch.Tensor, w: torch.Tensor, topk_ids: torch.Tensor, w_scale: torch.Tensor | None,
     topk_weight: torch.Tensor | None, popularity: torch.Tensor | None,
@@ -227,18 +235,13 @@ def _again(
     _bind_context(device)
     together, y = kept.empty(*work.together), kept.empty(*work.y)
     start, of_y = together.data_ptr(), y.data_ptr()
-    addresses = [
-        x.data_ptr(),
-        w.data_ptr(),
-        topk_ids.data_ptr(),
-        0 if w_scale is None else w_scale.data_ptr(),
-        0 if topk_weight is None else topk_weight.data_ptr(),
-        0 if popularity is None else popularity.data_ptr(),
-    ]
-    if not kept.usable(*addresses, start, of_y):
+    of_x, of_w, of_ids = x.data_ptr(), w.data_ptr(), topk_ids.data_ptr()
+    of_scale = 0 if w_scale is None else w_scale.data_ptr()
+    of_weight = 0 if topk_weight is None else topk_weight.data_ptr()
+    of_popularity = 0 if popularity is None else popularity.data_ptr()
+    if not kept.usable(of_x | of_w | of_ids | of_scale | of_weight | of_popularity | start | of_y):
         return None
-    addresses += [start + offset for offset in work.offsets]
-    addresses.append(of_y)
+    addresses = (of_x, of_w, of_ids, of_scale, of_weight, of_popularity, *[start + at for at in work.offsets], of_y)
     kept.launch(addresses, device.index or 0)
     return y
 
@@ -250,14 +253,14 @@ _bound = threading.local()
 def _bind_context(device: torch.device) -> None:
     """Give this thread the CUDA context of `device`, the current one, once: a new thread has none until a call of
     CUDA's runtime has run in it, and Triton launches through the driver, which asks for one."""
-    import torch
-
     try:
         known = _bound.devices
     except AttributeError:
         known = _bound.devices = set()
     if device not in known:
         if device.type == "cuda":
+            import torch
+
             torch.empty(1, dtype=torch.uint8, device=device).zero_()  # a call that CUDA graphs can capture, too
         known.add(device)
 
@@ -267,7 +270,8 @@ def _keep(work: Work, buffers: dict[str, Any], kernels: list[Any]) -> None:
     from backends import triton_again
 
     kept = triton_again.Kept(buffers["y"].device.type)
-    if not kept.usable(*(0 if tensor is None else tensor.data_ptr() for tensor in buffers.values())):
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in buffers.values()]
+    if not kept.usable(functools.reduce(operator.or_, addresses)):
         return
     names = list(buffers)
     for step, kernel in zip(work.steps, kernels, strict=True):
