@@ -53,8 +53,20 @@ class Backend(Protocol):
         popularity: Any = None,
     ) -> Any: ...
 
-    def again(self, *arrays: Any, problem: Problem, order: str, config: Config) -> Again | None:
-        """Of a torch backend only: how a call is made again that `moe_gemm` has just made; None if not so."""
+    def again(
+        self,
+        x: Any,
+        w: Any,
+        topk_ids: Any,
+        w_scale: Any,
+        topk_weight: Any,
+        popularity: Any,
+        *,
+        problem: Problem,
+        order: str,
+        config: Config,
+    ) -> Again | None:
+        """Of a torch backend only: how a call is made again that `moe_gemm` has just made; None where it cannot be."""
         ...
 
     def compile_only(self, problem: Problem, order: str, config: Config) -> Compiled: ...

@@ -325,11 +325,11 @@ def _host_parts(cell: Cell, contender: Any, device: Any) -> dict[str, float]:
         parts = {"door": _loop(contender.eager, device)}
     problem = options["problem"]
     parts["choice"] = _loop(lambda: backends.choose_config(problem, backend=cell.backend), device)
-    repeat = None
+    repeat: Any = None
     if module.FRAMEWORK == "torch":
         contender.eager()
         chosen = {name: options[name] for name in ("problem", "order", "config")}
-        repeat = module.again(*arrays, options["popularity"], **chosen)
+        repeat = module.again(*(*arrays, options["popularity"]), **chosen)
     if repeat is None:
         parts["backend"] = _loop(lambda: module.moe_gemm(*arrays, **options), device)
     else:
@@ -343,7 +343,7 @@ def _host_parts(cell: Cell, contender: Any, device: Any) -> dict[str, float]:
 def _backend_that_does_nothing(module: Any) -> Iterator[list[tuple[Any, Any]]]:
     """In place of a backend. Gives the list of the (arrays, options) that its `moe_gemm` is called with.
 
-    Neither does the door know an earlier call within, nor does it know one of these behind.
+    The door knows no call from before, and none of these afterwards.
     """
     import backends
 
@@ -356,12 +356,8 @@ def _backend_that_does_nothing(module: Any) -> Iterator[list[tuple[Any, Any]]]:
     instead: dict[str, Any] = {"moe_gemm": nothing}
     if module.FRAMEWORK == "torch":
         instead["again"] = lambda *_, **__: lambda *arrays: arrays[0]
-    backends._repeats.clear()
-    try:
-        with mock.patch.multiple(module, **instead):
-            yield seen
-    finally:
-        backends._repeats.clear()
+    with mock.patch.multiple(module, **instead), mock.patch.object(backends, "_repeats", {}):
+        yield seen
 
 
 def _torch_triton_parts(work: Any, arrays: tuple[Any, ...], device: Any) -> dict[str, float]:
