@@ -21,13 +21,15 @@ from bench import cells_cli, results
 from bench.cases import _TINY, Case, Row
 from bench.terminal import Table, print_table
 from shared.checks import ArgumentError
-from shared.models import model
+from shared.models import Model, model
 
 FILE = "launch-cost.jsonl"
 DTYPES = ("fp16", "fp8-w8a8")
-LAYERS = {"torch": 16, "jax": 8}
-"""Layers in one CUDA graph, or in one jax.jit, of which each layer costs XLA compile time."""
+JAX_LAYERS = 8
+"""Layers in one jax.jit, of which each costs XLA compile time; a CUDA graph has as many as the model."""
 SAMPLES = 15
+STEP_ROUNDS = 3
+"""Of a step, recorded and timed in turns, as clocks drift by more between two rounds than a layer's overhead is."""
 IN_A_ROW = 32
 """Calls in a row before the device is waited for: few enough that their launches fit the driver's queue."""
 ROUNDS = 5
@@ -119,7 +121,7 @@ def measure(cell: Cell, data: Any, device: Any) -> dict[str, Any]:
     framework, name = contender.framework, contender.kernel_name or ""
     assert contender.config is not None
     check(contender, data, device, contender.eager)
-    layers, copies = _layers(contender, data, device)
+    layers, copies = _layers(contender, data, device, layers_of_a_step(cell.case.model, framework))
     kernels, _ = _recorded(contender, device, contender.eager, flush=True)
     us: dict[str, float | None] = {"kernel": _of_name(kernels, name), "gpu_total": _of_name(kernels, "")}
     found = {
@@ -144,10 +146,15 @@ def measure(cell: Cell, data: Any, device: Any) -> dict[str, Any]:
     finally:
         contender.captured = None
     _, us["gaps"] = _recorded(contender, device, one, flush=True)
-    of_step, _ = _recorded(contender, device, step, flush=False)
     device.clock.pause()
     us["captured"] = _latency(contender, device, one)
-    layer, kernel = _latency(contender, device, step, flush=False) / len(layers), _of_name(of_step, name) / len(layers)
+    of_kernels, of_steps = [], []
+    for _ in range(1 if device.interpret else STEP_ROUNDS):
+        device.clock.reset()
+        of_kernels.append(_of_name(_recorded(contender, device, step, flush=False)[0], name))
+        device.clock.pause()
+        of_steps.append(_latency(contender, device, step, flush=False))
+    kernel, layer = statistics.median(of_kernels) / len(layers), statistics.median(of_steps) / len(layers)
     alone = _of_name(kernels, name)
     if kernel < alone / 2 and not device.interpret:
         raise AssertionError(f"{cell.id}: a step's kernels take {kernel:.1f} us a layer, one alone {alone:.1f}")
@@ -161,15 +168,19 @@ def _of_name(kernels: dict[str, float], name: str) -> float:
     return _round(sum(us for kernel, us in kernels.items() if name in kernel))
 
 
-def _layers(contender: Any, data: Any, device: Any) -> tuple[list[Layer], int]:
-    """Layers that read so many different bytes that none of them finds its weights in L2, and copies of the weights.
+def layers_of_a_step(of: Model, framework: str) -> int:
+    """All MoE layers of the model; inside jax.jit no more than JAX_LAYERS."""
+    return min(JAX_LAYERS, of.layers) if framework == "jax" else of.layers
+
+
+def _layers(contender: Any, data: Any, device: Any, count: int) -> tuple[list[Layer], int]:
+    """So many layers, of which none finds its weights in L2, as those before it read others; and copies of the weights.
 
     A copy comes again after L2_MULTIPLE times L2, or as far as MOST_BYTES lets it. Inputs are each layer's own: XLA
     would plan equal ones once.
     """
     from bench.data import to_jax
 
-    count = 2 if device.interpret else LAYERS[contender.framework]
     l2 = 0 if device.interpret else _l2_bytes()
     read = max(1, data.problem.weight_bytes(data.counts.tolist()))
     weights = data.w.numel() * data.w.element_size()
