@@ -104,11 +104,11 @@ def signatures(names: Sequence[str], given: Sequence[Any]) -> tuple[Signature | 
 def tensors_key(x: Any, w: Any, topk_ids: Any, w_scale: Any, topk_weight: Any, popularity: Any) -> tuple[Any, ...]:
     """What `signatures` reads of torch tensors, without a loop, as every eager call comes by; AttributeError of others.
 
-    Strides of x and w; of the others, which kernels read row by row, whether they have to be copied for that.
+    Strides of x and w, if they are not contiguous; of the others, which kernels read row by row, whether they are.
     """
     return (
-        x.stride(), x.shape, x.dtype, x.device,
-        w.stride(), w.shape, w.dtype, w.device,
+        x.is_contiguous() or x.stride(), x.shape, x.dtype, x.device,
+        w.is_contiguous() or w.stride(), w.shape, w.dtype, w.device,
         topk_ids.is_contiguous(), topk_ids.shape, topk_ids.dtype, topk_ids.device,
         None if w_scale is None else (w_scale.is_contiguous(), w_scale.shape, w_scale.dtype, w_scale.device),
         None

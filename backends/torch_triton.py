@@ -233,7 +233,8 @@ def _again(
         with torch.cuda.device(device):
             return _again(work, x, w, topk_ids, w_scale, topk_weight, popularity)
     _bind_context(device)
-    together, y = kept.empty(*work.together), kept.empty(*work.y)
+    (size, one, uint8), (shape, strides, dtype) = work.together, work.y
+    together, y = kept.empty(size, one, uint8), kept.empty(shape, strides, dtype)
     start, of_y = together.data_ptr(), y.data_ptr()
     of_x, of_w, of_ids = x.data_ptr(), w.data_ptr(), topk_ids.data_ptr()
     of_scale = 0 if w_scale is None else w_scale.data_ptr()
