@@ -265,3 +265,29 @@ def test_signatures_are_forgotten_before_there_are_too_many(door: Call, monkeypa
     for order in ("row", "column", "grouped", "row"):
         door(**given, order=order)
         assert 1 <= len(backends._repeats) <= 2
+
+
+def test_the_launch_report_times_the_parts_of_such_a_call(
+    door: Call,
+    driver: Driver,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The door around a backend that does nothing, and the backend's part alone; calls behind them are as before."""
+    from types import SimpleNamespace
+
+    from bench import contenders, launch_cost
+
+    given = drawn()
+    door(**given)
+    launched = len(driver.launched)
+    monkeypatch.setattr(contenders, "wait", lambda *_: None)
+    monkeypatch.setattr(launch_cost, "ROUNDS", 1)
+    monkeypatch.setattr(launch_cost, "IN_A_ROW", 2)
+    device = SimpleNamespace(interpret=False, synchronize=lambda: None)
+    cell: Any = SimpleNamespace(backend="torch-triton")
+    parts = launch_cost._host_parts(cell, SimpleNamespace(framework="torch", eager=lambda: door(**given)), device)
+    assert set(parts) == set(launch_cost.PARTS)
+    kernels = len(driver.launched) - launched
+    assert kernels == 2 * (1 + 2 + 2), "one call, two of the backend's part, two of its launches"
+    door(**given)
+    assert driver.dispatched == 2
