@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from backends import arrays, tuning
-from backends.registry import BACKENDS, Backend, BackendUnavailable, load
+from backends.registry import BACKENDS, Again, Backend, BackendUnavailable, load
 from backends.tuning import Choice
 from shared.checks import (
     ArgumentError,
@@ -81,17 +81,19 @@ def moe_gemm(
     Raises, before anything is launched: ArgumentError (a ValueError) naming the argument, what was given and what is
     allowed; DtypeError (also a TypeError) for a dtype; BackendUnavailable with the remedy.
     """
-    options: dict[str, Any] = {
-        "mode": mode, "order": order, "backend": backend, "interpret": interpret, "validate": validate
-    }  # fmt: skip
     if "torch" in sys.modules:
         if "backends.torch_op" not in sys.modules:
             import backends.torch_op  # noqa: F401
         torch_op = sys.modules["backends.torch_op"]  # an import statement costs more than the question
         given = (x, w, topk_ids, w_scale, topk_weight, popularity)
         if torch_op.recording(given):
-            return torch_op.call(given, config, **options)
-    return unrecorded(x, w, topk_ids, w_scale, topk_weight, popularity, config=config, **options)
+            return torch_op.call(
+                given, config, mode=mode, order=order, backend=backend, interpret=interpret, validate=validate
+            )
+    return unrecorded(
+        x, w, topk_ids, w_scale, topk_weight, popularity, config=config, mode=mode, order=order, backend=backend,
+        interpret=interpret, validate=validate,
+    )  # fmt: skip
 
 
 def unrecorded(
@@ -100,6 +102,18 @@ def unrecorded(
 ) -> Any:  # fmt: skip
     """`moe_gemm` itself. What records torch operators sees it from outside only (backends/torch_op.py)."""
     given = (x, w, topk_ids, w_scale, topk_weight, popularity)
+    key = repeat = None
+    if not interpret and not validate:
+        try:
+            key = (arrays.tensors_key(*given), mode, order, config, backend)
+            repeat = _repeats.get(key)
+        except (AttributeError, TypeError):  # not all are tensors, or no dictionary can look up an option
+            key = None
+    if repeat is not None:
+        sys.modules["backends.torch_op"].check_no_gradient(given)
+        if (y := repeat(*given)) is not None:
+            return y
+
     signatures = arrays.signatures(ARRAYS, given)
     traced = (signatures[0] is None or signatures[0][0] != "torch") and any(map(_is_traced, signatures))
     # What depends on no value is checked once; a trace, and what no dictionary can look up, each time.
@@ -140,7 +154,15 @@ def unrecorded(
         )
         return jax_rules.call(run, again, dict(zip(ARRAYS, given, strict=True)))
     if kind == module.FRAMEWORK == "torch":
-        return module.moe_gemm(x, w, topk_ids, w_scale, topk_weight, **how, popularity=popularity)
+        y = module.moe_gemm(x, w, topk_ids, w_scale, topk_weight, **how, popularity=popularity)
+        if (
+            key is not None
+            and (repeat := module.again(*given, problem=problem, order=order, config=config)) is not None
+        ):
+            if len(_repeats) >= _MOST_SIGNATURES:
+                _repeats.clear()
+            _repeats[key] = repeat
+        return y
     with arrays.same_current_device():
         native: tuple[Any, ...] = given
         if kind != module.FRAMEWORK:
@@ -164,6 +186,14 @@ _LOOKED_UP = {str, Config, type(None)}
 """Types of options that a dictionary can look up."""
 
 
+_MOST_SIGNATURES = 4096
+_repeats: dict[tuple[Any, ...], Again] = {}
+"""Torch calls that have gone all the way, by `arrays.tensors_key` and options: how such a call is made again.
+
+It stands before `_checked`, which needs a signature of each array first and leaves the backend to be called.
+"""
+
+
 class Checked(NamedTuple):
     """What the checks find. config: the caller's, or the best known one; device: of x, as ArraySpec has it."""
 
@@ -175,7 +205,7 @@ class Checked(NamedTuple):
     module: Backend
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=_MOST_SIGNATURES)
 def _checked(
     signatures: tuple[arrays.Signature | None, ...], mode: str | None, order: str, config: Config | None, backend: str,
     gpu: str | None,

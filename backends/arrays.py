@@ -101,6 +101,25 @@ def signatures(names: Sequence[str], given: Sequence[Any]) -> tuple[Signature | 
     )
 
 
+def tensors_key(x: Any, w: Any, topk_ids: Any, w_scale: Any, topk_weight: Any, popularity: Any) -> tuple[Any, ...]:
+    """What `signatures` reads of torch tensors, without a loop, as every eager call comes by; AttributeError of others.
+
+    Strides of x and w, if they are not contiguous; of the others, which kernels read row by row, whether they are.
+    """
+    return (
+        x.is_contiguous() or x.stride(), x.shape, x.dtype, x.device,
+        w.is_contiguous() or w.stride(), w.shape, w.dtype, w.device,
+        topk_ids.is_contiguous(), topk_ids.shape, topk_ids.dtype, topk_ids.device,
+        None if w_scale is None else (w_scale.is_contiguous(), w_scale.shape, w_scale.dtype, w_scale.device),
+        None
+        if topk_weight is None
+        else (topk_weight.is_contiguous(), topk_weight.shape, topk_weight.dtype, topk_weight.device),
+        None
+        if popularity is None
+        else (popularity.is_contiguous(), popularity.shape, popularity.dtype, popularity.device),
+    )  # fmt: skip
+
+
 def spec(name: str, of: Signature) -> ArraySpec:
     """What a signature says, in words that all frameworks share."""
     kind, shape, dtype, strides, device = of

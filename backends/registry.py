@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from backends.compiled import Compiled
@@ -18,6 +19,11 @@ _MODULES = {
     "pallas-mosaic": "backends.pallas_mosaic",
 }
 BACKENDS = tuple(_MODULES)
+
+
+Again = Callable[[Any, Any, Any, Any, Any, Any], Any]
+"""y of other arrays (x, w, topk_ids, w_scale, topk_weight, popularity) that differ from an earlier call's in addresses
+and values alone; None where these cannot be had so, and `Backend.moe_gemm` has to be called."""
 
 
 class Backend(Protocol):
@@ -46,6 +52,22 @@ class Backend(Protocol):
         fill: float | None = None,
         popularity: Any = None,
     ) -> Any: ...
+
+    def again(
+        self,
+        x: Any,
+        w: Any,
+        topk_ids: Any,
+        w_scale: Any,
+        topk_weight: Any,
+        popularity: Any,
+        *,
+        problem: Problem,
+        order: str,
+        config: Config,
+    ) -> Again | None:
+        """Of a torch backend only: how a call is made again that `moe_gemm` has just made; None where it cannot be."""
+        ...
 
     def compile_only(self, problem: Problem, order: str, config: Config) -> Compiled: ...
 

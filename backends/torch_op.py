@@ -30,11 +30,9 @@ def recording(given: Sequence[Any]) -> bool:
     operators (FakeTensorMode, make_fx), and on tensors that do (torch.func's, FakeTensor, DTensor)."""
     if torch.compiler.is_compiling():
         return True
-    if not isinstance(given[0], torch.Tensor):
-        return False
-    if _modes() > 0 or _is_tracing() or _inside_torch_func():
-        return True
-    if _PLAIN.issuperset(map(type, given)):
+    if _modes() > 0 or _is_tracing() or _innermost() is not None:
+        return isinstance(given[0], torch.Tensor)
+    if _PLAIN.issuperset(map(type, given)) or not isinstance(given[0], torch.Tensor):
         return False
     return any(isinstance(array, torch.Tensor) and type(array) not in _PLAIN for array in given)
 
@@ -80,6 +78,12 @@ def check_no_gradient(given: Sequence[Any], *, recorded: bool = False) -> None:
     backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
     if not backward and not forward:
         return
+    if not forward and not recorded:
+        for tensor in given:
+            if tensor is not None and tensor.requires_grad:
+                break
+        else:
+            return  # as nearly every eager call does
     for name, tensor in zip(_NAMES, given, strict=True):
         if tensor is None:
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from shared.problem import Problem
 if TYPE_CHECKING:
     import torch
 
+    from backends.registry import Again
     from backends.triton_again import Kept
 
 NAME = "torch-triton"
@@ -61,20 +63,13 @@ def moe_gemm(
     No host synchronisation: the call can be captured in a CUDA graph. Raises ArgumentError where the compiled kernel
     needs more shared memory than the GPU has.
     """
-    import torch
-
-    by = triton_launch.popularity_of(order, popularity)
-    work = _work(problem, order, config, by, _row_stride(x), *w.stride()[:2], x.dtype, w.dtype, x.device)
-    given = (
-        x,
-        w,
-        topk_ids.contiguous(),
-        None if w_scale is None else w_scale.contiguous(),
-        None if topk_weight is None else topk_weight.contiguous(),
-        None if popularity is None else popularity.contiguous(),
-    )
-    if work.kept is not None and not interpret and fill is None and (y := _again(work, given)) is not None:
+    work = _work_of(x, w, popularity, problem, order, config)
+    rows = (topk_ids, w_scale, topk_weight, popularity)
+    given: tuple[Any, ...] = (x, w, *(None if array is None else array.contiguous() for array in rows))
+    if work.kept is not None and not interpret and fill is None and (y := _again(work, *given)) is not None:
         return y
+
+    import torch
 
     buffers: dict[str, Any] = dict(zip(_GIVEN, given, strict=True))
     for name, shape, dtype in work.buffers:
@@ -89,6 +84,17 @@ def moe_gemm(
     if not interpret and None not in kernels:
         _keep(work, buffers, kernels)
     return buffers["y"]
+
+
+def again(
+    x: torch.Tensor, w: torch.Tensor, topk_ids: torch.Tensor, w_scale: torch.Tensor | None,
+    topk_weight: torch.Tensor | None, popularity: torch.Tensor | None, *, problem: Problem, order: str, config: Config,
+) -> Again | None:  # fmt: skip
+    """How a call of `moe_gemm` with such arrays is made again; None where it kept no kernels, or has to copy first."""
+    work = _work_of(x, w, popularity, problem, order, config)
+    rows = (topk_ids, w_scale, topk_weight, popularity)
+    copied = any(array is not None and not array.is_contiguous() for array in rows)
+    return None if work.kept is None or copied else functools.partial(_again, work)
 
 
 _GIVEN = ("x", "w", "topk_ids", "w_scale", "topk_weight", "popularity")
@@ -106,20 +112,27 @@ class Step(NamedTuple):
     constants: dict[str, Any]
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...], "torch.dtype"]
+"""Shape, strides in elements, dtype."""
+
+
 @dataclasses.dataclass
 class Work:
     """What all calls of one signature share.
 
-    steps:   the launches, in order
-    buffers: (name, shape, dtype) of what a call allocates; y is the last one
-    offsets: bytes, of all but y in one allocation of `size` bytes
-    kept:    the steps' compiled kernels for aligned buffers, once there are any
+    steps:    the launches, in order
+    buffers:  (name, shape, dtype) of what a call allocates; y is the last one
+    offsets:  bytes, of all but y in one allocation
+    together: (shape, strides, dtype) of that allocation
+    y:        the same of y
+    kept:     the steps' compiled kernels for aligned buffers, once there are any
     """
 
     steps: list[Step]
     buffers: list[tuple[str, tuple[int, ...], torch.dtype]]
     offsets: list[int]
-    size: int
+    together: Layout
+    y: Layout
     kept: Kept | None = None
 
 
@@ -187,30 +200,49 @@ def _work(
     for shape, dtype in list(buffers.values())[:-1]:
         offsets.append(size)
         size += -(-math.prod(shape) * dtype.itemsize // _APART) * _APART
-    return Work(steps, [(name, *of) for name, of in buffers.items()], offsets, size)
+    y_shape = buffers["y"][0]
+    return Work(
+        steps,
+        [(name, *of) for name, of in buffers.items()],
+        offsets,
+        together=((size,), (1,), torch.uint8),
+        y=(y_shape, (problem.top_k * problem.n, problem.n, 1), x_dtype),
+    )
 
 
-def _again(work: Work, given: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-    """y by the kept kernels, with one allocation beside it; None where these arrays need other kernels."""
-    import torch
+def _work_of(
+    x: torch.Tensor, w: torch.Tensor, popularity: torch.Tensor | None, problem: Problem, order: str, config: Config
+) -> Work:
+    by = triton_launch.popularity_of(order, popularity)
+    return _work(problem, order, config, by, _row_stride(x), *w.stride()[:2], x.dtype, w.dtype, x.device)
 
-    x, kept = given[0], work.kept
-    assert x is not None
+
+def _again(
+    work: Work, x: torch.Tensor, w: torch.Tensor, topk_ids: torch.Tensor, w_scale: torch.Tensor | None,
+    topk_weight: torch.Tensor | None, popularity: torch.Tensor | None,
+) -> torch.Tensor | None:  # fmt: skip
+    """y by the kept kernels, with one allocation beside it; None where these arrays need other kernels.
+
+    All arrays but x and w are contiguous. Every eager call comes by: no loop where the arrays are known.
+    """
+    kept, device = work.kept, x.device
     assert kept is not None
-    device = x.device
     if not kept.is_current(device.index):
+        import torch
+
         with torch.cuda.device(device):
-            return _again(work, given)
+            return _again(work, x, w, topk_ids, w_scale, topk_weight, popularity)
     _bind_context(device)
-    _, shape, dtype = work.buffers[-1]
-    together = torch.empty(work.size, dtype=torch.uint8, device=device)
-    y = torch.empty(shape, dtype=dtype, device=device)
-    start = together.data_ptr()
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
-    addresses += [start + offset for offset in work.offsets]
-    addresses.append(y.data_ptr())
-    if not kept.usable(addresses):
+    (size, one, uint8), (shape, strides, dtype) = work.together, work.y
+    together, y = kept.empty(size, one, uint8), kept.empty(shape, strides, dtype)
+    start, of_y = together.data_ptr(), y.data_ptr()
+    of_x, of_w, of_ids = x.data_ptr(), w.data_ptr(), topk_ids.data_ptr()
+    of_scale = 0 if w_scale is None else w_scale.data_ptr()
+    of_weight = 0 if topk_weight is None else topk_weight.data_ptr()
+    of_popularity = 0 if popularity is None else popularity.data_ptr()
+    if not kept.usable(of_x | of_w | of_ids | of_scale | of_weight | of_popularity | start | of_y):
         return None
+    addresses = (of_x, of_w, of_ids, of_scale, of_weight, of_popularity, *[start + at for at in work.offsets], of_y)
     kept.launch(addresses, device.index or 0)
     return y
 
@@ -222,14 +254,14 @@ _bound = threading.local()
 def _bind_context(device: torch.device) -> None:
     """Give this thread the CUDA context of `device`, the current one, once: a new thread has none until a call of
     CUDA's runtime has run in it, and Triton launches through the driver, which asks for one."""
-    import torch
-
     try:
         known = _bound.devices
     except AttributeError:
         known = _bound.devices = set()
     if device not in known:
         if device.type == "cuda":
+            import torch
+
             torch.empty(1, dtype=torch.uint8, device=device).zero_()  # a call that CUDA graphs can capture, too
         known.add(device)
 
@@ -238,8 +270,9 @@ def _keep(work: Work, buffers: dict[str, Any], kernels: list[Any]) -> None:
     """Keep the kernels that Triton compiled for a call with these buffers, if other calls may use them."""
     from backends import triton_again
 
-    kept = triton_again.Kept()
-    if not kept.usable([0 if tensor is None else tensor.data_ptr() for tensor in buffers.values()]):
+    kept = triton_again.Kept(buffers["y"].device.type)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in buffers.values()]
+    if not kept.usable(functools.reduce(operator.or_, addresses)):
         return
     names = list(buffers)
     for step, kernel in zip(work.steps, kernels, strict=True):

@@ -13,11 +13,11 @@ variants, but for what is looked at here, call by call. What Triton's dispatch d
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.nvidia.driver import CudaLauncher
@@ -31,7 +31,8 @@ ALIGNMENT = 16
 class Kept:
     """The launches of one kind of call, with the kernels that its buffers' alignment and no hook led to."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cuda") -> None:
+        self.empty = allocator(device_type)
         self._launches: list[tuple[Any, ...]] = []
         self._alive: list[CompiledKernel] = []
 
@@ -45,9 +46,9 @@ class Kept:
         self._alive.append(compiled)
         self._launches.append((*launcher(compiled), grid, pick, tuple(values)))
 
-    def usable(self, addresses: Sequence[int]) -> bool:
-        """Whether a call with these addresses may use kept kernels, and its own may be kept."""
-        return functools.reduce(operator.or_, addresses) % ALIGNMENT == 0 and not watched()
+    def usable(self, bits: int) -> bool:
+        """Whether a call may use kept kernels, and its own may be kept. bits: of all its addresses, or-ed together."""
+        return bits % ALIGNMENT == 0 and not watched()
 
     def is_current(self, device: int | None) -> bool:
         """Whether launches go to this device as things are; None: a device that has no number."""
@@ -56,36 +57,49 @@ class Kept:
     def launch(self, addresses: Sequence[int], device: int) -> None:
         """All launches, on the current stream of the device, which is the current one."""
         stream = driver.active.get_current_stream(device)
-        for run, fixed, grid, pick, values in self._launches:
-            run(grid, 1, 1, stream, *fixed, (*pick(addresses), *values))
+        for run, function, cooperative, dependent, metadata, kinds, types, grid, pick, values in self._launches:
+            # The five: launch metadata, two hooks, two kinds of scratch memory, none of which there is.
+            run(
+                grid, 1, 1, stream, function, cooperative, dependent, metadata, None, None, None, None, None,
+                kinds, types, pick(addresses) + values,
+            )  # fmt: skip
 
 
-def launcher(compiled: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """(run, fixed), where `run(x, y, z, stream, *fixed, arguments)` launches over a grid of x * y * z programs.
+def allocator(device_type: str) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
+    """empty(shape, strides, dtype) on the current device: `torch.empty_strided` past PyTorch's dispatcher.
+
+    It is what the code that TorchInductor generates allocates with. Nothing listens to the dispatcher here: a call that
+    something records is an operator, and never comes this far (backends/torch_op.py).
+    """
+    return getattr(torch._C._dynamo.guards, f"_empty_strided_{device_type}")
+
+
+def launcher(compiled: CompiledKernel) -> tuple[Any, ...]:
+    """(run, function, cooperative, dependent, metadata, kinds, types), as `Kept.launch` hands them to `run`.
 
     Triton's launcher object asks, launch by launch, whether the kernel needs scratch memory or a sanitizer watches it.
     Neither changes once the kernel is loaded: where there is none, `run` is the C function behind the object, whose
-    arguments are known of Triton 3.8; in other versions it is the object.
+    arguments are known of Triton 3.8; in other versions it goes through the object.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     known = triton.__version__.startswith("3.8.") and isinstance(run, CudaLauncher)
     if known and not (run.global_scratch_size or run.profile_scratch_size or run.gsan_enabled):
         options = (run.launch_cooperative_grid, run.launch_pdl)
-        nothing = (None,) * 5  # launch metadata, two hooks, two kinds of scratch memory
-        return run.launch, (function, *options, metadata, *nothing, run.arg_annotations, run.kernel_signature)
+        return run.launch, function, *options, metadata, run.arg_annotations, run.kernel_signature
 
-    def through_triton(x: int, y: int, z: int, stream: int, arguments: tuple[Any, ...]) -> None:
-        run(x, y, z, stream, function, metadata, None, None, None, *arguments)
+    def through_triton(x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+        run(x, y, z, stream, function, metadata, None, None, None, *rest[-1])
 
-    return through_triton, ()
+    return through_triton, function, False, False, metadata, None, None
 
 
 def watched() -> bool:
     """Whether something hooks into Triton's dispatch, or compiles kernels otherwise than a plain call does."""
     runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(
-        getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
-        or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
+        getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
         or runtime.add_stages_inspection_hook
         or runtime.jit_cache_hook
         or runtime.debug

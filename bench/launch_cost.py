@@ -6,12 +6,14 @@ columns. Cells are journalled as they come; a run that was cut short goes on beh
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import typer
 
@@ -19,13 +21,15 @@ from bench import cells_cli, results
 from bench.cases import _TINY, Case, Row
 from bench.terminal import Table, print_table
 from shared.checks import ArgumentError
-from shared.models import model
+from shared.models import Model, model
 
 FILE = "launch-cost.jsonl"
 DTYPES = ("fp16", "fp8-w8a8")
-LAYERS = {"torch": 16, "jax": 8}
-"""Layers in one CUDA graph, or in one jax.jit, of which each layer costs XLA compile time."""
+JAX_LAYERS = 8
+"""Layers in one jax.jit, of which each costs XLA compile time; a CUDA graph has as many as the model."""
 SAMPLES = 15
+STEP_ROUNDS = 3
+"""Of a step, recorded and timed in turns, as clocks drift by more between two rounds than a layer's overhead is."""
 IN_A_ROW = 32
 """Calls in a row before the device is waited for: few enough that their launches fit the driver's queue."""
 ROUNDS = 5
@@ -117,7 +121,7 @@ def measure(cell: Cell, data: Any, device: Any) -> dict[str, Any]:
     framework, name = contender.framework, contender.kernel_name or ""
     assert contender.config is not None
     check(contender, data, device, contender.eager)
-    layers, copies = _layers(contender, data, device)
+    layers, copies = _layers(contender, data, device, layers_of_a_step(cell.case.model, framework))
     kernels, _ = _recorded(contender, device, contender.eager, flush=True)
     us: dict[str, float | None] = {"kernel": _of_name(kernels, name), "gpu_total": _of_name(kernels, "")}
     found = {
@@ -142,10 +146,15 @@ def measure(cell: Cell, data: Any, device: Any) -> dict[str, Any]:
     finally:
         contender.captured = None
     _, us["gaps"] = _recorded(contender, device, one, flush=True)
-    of_step, _ = _recorded(contender, device, step, flush=False)
     device.clock.pause()
     us["captured"] = _latency(contender, device, one)
-    layer, kernel = _latency(contender, device, step, flush=False) / len(layers), _of_name(of_step, name) / len(layers)
+    of_kernels, of_steps = [], []
+    for _ in range(1 if device.interpret else STEP_ROUNDS):
+        device.clock.reset()
+        of_kernels.append(_of_name(_recorded(contender, device, step, flush=False)[0], name))
+        device.clock.pause()
+        of_steps.append(_latency(contender, device, step, flush=False))
+    kernel, layer = statistics.median(of_kernels) / len(layers), statistics.median(of_steps) / len(layers)
     alone = _of_name(kernels, name)
     if kernel < alone / 2 and not device.interpret:
         raise AssertionError(f"{cell.id}: a step's kernels take {kernel:.1f} us a layer, one alone {alone:.1f}")
@@ -159,15 +168,19 @@ def _of_name(kernels: dict[str, float], name: str) -> float:
     return _round(sum(us for kernel, us in kernels.items() if name in kernel))
 
 
-def _layers(contender: Any, data: Any, device: Any) -> tuple[list[Layer], int]:
-    """Layers that read so many different bytes that none of them finds its weights in L2, and copies of the weights.
+def layers_of_a_step(of: Model, framework: str) -> int:
+    """All MoE layers of the model; inside jax.jit no more than JAX_LAYERS."""
+    return min(JAX_LAYERS, of.layers) if framework == "jax" else of.layers
+
+
+def _layers(contender: Any, data: Any, device: Any, count: int) -> tuple[list[Layer], int]:
+    """So many layers, of which none finds its weights in L2, as those before it read others; and copies of the weights.
 
     A copy comes again after L2_MULTIPLE times L2, or as far as MOST_BYTES lets it. Inputs are each layer's own: XLA
     would plan equal ones once.
     """
     from bench.data import to_jax
 
-    count = 2 if device.interpret else LAYERS[contender.framework]
     l2 = 0 if device.interpret else _l2_bytes()
     read = max(1, data.problem.weight_bytes(data.counts.tolist()))
     weights = data.w.numel() * data.w.element_size()
@@ -317,55 +330,58 @@ def _host_parts(cell: Cell, contender: Any, device: Any) -> dict[str, float]:
     from bench.contenders import wait
 
     module = backends.load(cell.backend)
-    of_backend, seen = module.moe_gemm, []
+    with _backend_that_does_nothing(module) as seen:
+        contender.eager()
+        (arrays, options) = seen[0]
+        parts = {"door": _loop(contender.eager, device)}
+    problem = options["problem"]
+    parts["choice"] = _loop(lambda: backends.choose_config(problem, backend=cell.backend), device)
+    repeat: Any = None
+    if module.FRAMEWORK == "torch":
+        contender.eager()
+        chosen = {name: options[name] for name in ("problem", "order", "config")}
+        repeat = module.again(*(*arrays, options["popularity"]), **chosen)
+    if repeat is None:
+        parts["backend"] = _loop(lambda: module.moe_gemm(*arrays, **options), device)
+    else:
+        parts["backend"] = _loop(lambda: repeat(*arrays, options["popularity"]), device)
+        parts |= _torch_triton_parts(repeat.args[0], arrays, device)
+    wait(None, contender.framework, device)
+    return {name: _round(value) for name, value in parts.items()}
+
+
+@contextlib.contextmanager
+def _backend_that_does_nothing(module: Any) -> Iterator[list[tuple[Any, Any]]]:
+    """In place of a backend. Gives the list of the (arrays, options) that its `moe_gemm` is called with.
+
+    The door knows no call from before, and none of these afterwards.
+    """
+    import backends
+
+    seen: list[tuple[Any, Any]] = []
 
     def nothing(*arrays: Any, **options: Any) -> Any:
         seen.append((arrays, options))
         return arrays[0]
 
-    module.moe_gemm = nothing  # type: ignore[method-assign]
-    try:
-        contender.eager()
-        (arrays, options) = seen[0]
-        door = _loop(contender.eager, device)
-    finally:
-        module.moe_gemm = of_backend  # type: ignore[method-assign]
-    parts = {"door": door}
-    problem = options["problem"]
-    parts["choice"] = _loop(lambda: backends.choose_config(problem, backend=cell.backend), device)
-    parts["backend"] = _loop(lambda: of_backend(*arrays, **options), device)
-    wait(None, contender.framework, device)
-    if cell.backend == "torch-triton" and not device.interpret:
-        parts |= _torch_triton_parts(arrays, options, device)
-    return {name: _round(value) for name, value in parts.items()}
+    instead: dict[str, Any] = {"moe_gemm": nothing}
+    if module.FRAMEWORK == "torch":
+        instead["again"] = lambda *_, **__: lambda *arrays: arrays[0]
+    with mock.patch.multiple(module, **instead), mock.patch.object(backends, "_repeats", {}):
+        yield seen
 
 
-def _torch_triton_parts(arrays: tuple[Any, ...], options: dict[str, Any], device: Any) -> dict[str, float]:
-    import torch
-
-    from backends import torch_triton
-
-    x, w = arrays[:2]
-    by = torch_triton.triton_launch.popularity_of(options["order"], None)
-    stride = torch_triton._row_stride(x)
-    of = (options["problem"], options["order"], options["config"], by, stride, *w.stride()[:2])
-    work = torch_triton._work(*of, x.dtype, w.dtype, x.device)
-    if work.kept is None:
-        return {}
+def _torch_triton_parts(work: Any, arrays: tuple[Any, ...], device: Any) -> dict[str, float]:
+    """work: what the calls of these arrays share (backends/torch_triton.py)."""
     kept = work.kept
-    _, shape, dtype = work.buffers[-1]
 
     def allocate() -> tuple[Any, Any]:
-        return (
-            torch.empty(work.size, dtype=torch.uint8, device=x.device),
-            torch.empty(shape, dtype=dtype, device=x.device),
-        )
+        return kept.empty(*work.together), kept.empty(*work.y)
 
     together, y = allocate()
-    addresses = [0 if array is None else array.data_ptr() for array in (*arrays, None)]
-    addresses += [together.data_ptr() + offset for offset in work.offsets]
-    addresses.append(y.data_ptr())
-    launch = _loop(lambda: kept.launch(addresses, x.device.index), device)
+    given = [0 if array is None else array.data_ptr() for array in (*arrays, None)]
+    addresses = (*given, *(together.data_ptr() + offset for offset in work.offsets), y.data_ptr())
+    launch = _loop(lambda: kept.launch(addresses, arrays[0].device.index), device)
     return {"allocate": _loop(allocate, device), "launch": launch}
 
 

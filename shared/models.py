@@ -16,7 +16,10 @@ GEMMS = ("gate-up", "down")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """One model's MoE layer. tp is the tensor-parallel degree that it is commonly served with, and the default."""
+    """One model's MoE layer. tp is the tensor-parallel degree that it is commonly served with, and the default.
+
+    layers: how many MoE layers the model has (num_hidden_layers, less the dense ones); two of a made-up one.
+    """
 
     name: str
     hidden: int
@@ -24,6 +27,7 @@ class Model:
     experts: int
     top_k: int
     tp: int
+    layers: int = 2
     source: str
 
     def shape(self, gemm: str, tp: int | None = None) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from bench.__main__ import app
 from bench.clock import KernelRecord
 from bench.machine import Rehearsal
 
+NOTE = Path(__file__).parents[2] / "notes" / "launch-cost.md"
+
 
 def test_rehearsal_measures_everything_and_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, told = tmp_path / "launch.jsonl", []
@@ -84,12 +86,57 @@ def test_every_layer_of_a_step_has_its_own_inputs() -> None:
     from bench.cases import Case
 
     data = bench_data.build(Case(TINY, "gate-up", 4), "fp8-w8a8", "channel", device="cpu")
-    layers, copies = launch_cost._layers(SimpleNamespace(framework="torch"), data, Rehearsal())
+    layers, copies = launch_cost._layers(SimpleNamespace(framework="torch"), data, Rehearsal(), 3)
     assert copies == 2
+    assert [layer.arguments[1].data_ptr() for layer in layers][::2] == [layers[0].arguments[1].data_ptr()] * 2
     pointers = [[array.data_ptr() for array in layer.arguments] for layer in layers]
     assert not set(pointers[0]) & set(pointers[1])
     for one, other in zip(layers[0].arguments, layers[1].arguments, strict=True):
         assert (one.float() == other.float()).all()
+
+
+def test_a_step_has_as_many_layers_as_the_model() -> None:
+    of = {cell.case.model.name: cell.case.model for cell in launch_cost.cells()}
+    told = {name: launch_cost.layers_of_a_step(model, "torch") for name, model in of.items()}
+    assert told == {"qwen3-30b-a3b": 48, "mixtral-8x7b": 32, "deepseek-v3": 58}
+    assert {launch_cost.layers_of_a_step(model, "jax") for model in of.values()} == {launch_cost.JAX_LAYERS}
+    assert f"or of {launch_cost.JAX_LAYERS} inside one `jax.jit`" in NOTE.read_text()
+
+
+def test_a_step_is_recorded_and_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medians of rounds: a GPU that slows down between two of them would else show as overhead, or as a gain."""
+    from bench import contenders, measure
+    from bench.cases import _TINY as TINY
+    from bench.cases import Case
+
+    turns: list[str] = []
+    clock = SimpleNamespace(pause=lambda: turns.append("timed"), reset=lambda: turns.append("recorded"))
+    device: Any = SimpleNamespace(clock=clock, interpret=False)
+    config = SimpleNamespace()
+    contender: Any = SimpleNamespace(framework="torch", kernel_name="gemm", config=config, eager=lambda: None)
+    problem = SimpleNamespace(read_bytes=lambda counts: 1)
+    data: Any = SimpleNamespace(problem=problem, counts=SimpleNamespace(tolist=list))
+    step_kernels, step_times = iter([200.0, 260.0, 220.0]), iter([230.0, 300.0, 240.0])
+
+    def recorded(contender: Any, device: Any, call: Any, *, flush: bool) -> tuple[dict[str, float], float]:
+        return {"gemm": 100.0 if flush else next(step_kernels), "prepare": 2.0}, 0.5
+
+    def latency(contender: Any, device: Any, call: Any, *, flush: bool = True) -> float:
+        return 110.0 if flush else next(step_times)
+
+    for name, instead in {
+        "_recorded": recorded, "_latency": latency, "_layers": lambda *_: ([object()] * 2, 2),
+        "_in_a_row": lambda *_: (1.0, 2.0), "_host_parts": lambda *_: {}, "_step_torch": lambda *_: lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(launch_cost, name, instead)
+    monkeypatch.setattr(launch_cost.dataclasses, "asdict", lambda config: {})
+    monkeypatch.setattr(contenders, "prepare", lambda *_: contender)
+    monkeypatch.setattr(contenders, "capture", lambda *_: None)
+    monkeypatch.setattr(contenders, "wait", lambda *_: None)
+    monkeypatch.setattr(measure, "check", lambda *_: None)
+    us = launch_cost.measure(launch_cost.Cell(Case(TINY, "gate-up", 4), "fp16", "torch-triton"), data, device)["us"]
+    assert (us["layer_kernel"], us["layer"], us["layer_overhead"]) == (110.0, 120.0, 10.0)
+    assert turns[-7:-1] == ["recorded", "timed"] * launch_cost.STEP_ROUNDS
 
 
 def test_cells_are_what_the_note_says_and_accepted() -> None:
