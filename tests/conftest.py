@@ -48,6 +48,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
+@pytest.fixture(autouse=True)
+def _interpreters_are_compiled_without_optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In tests of JAX's interpreters, which compile for seconds and run for milliseconds: about half the time.
+
+    Kernels compiled for a GPU keep all optimisations: registers and spills are read off them.
+    """
+    if "jax" not in sys.modules or request.node.get_closest_marker("interpret") is None:
+        yield
+        return
+    config = sys.modules["jax"].config
+    config.update("jax_disable_most_optimizations", True)
+    yield
+    config.update("jax_disable_most_optimizations", False)
+
+
 _finished = itertools.count(1)
 
 
