@@ -28,10 +28,12 @@ _PLACES = {"compile_only": "compile-only", "gpu": "GPU", "interpret": "interpret
 
 
 _LONG = (
-    "test_moe_gemm.py", "test_compile_only.py", "test_reports.py", "test_suite.py", "test_transforms.py",
-    "test_mosaic.py", "test_fuzz.py", "test_determinism.py",
+    "test_moe_gemm.py", "test_compile_only.py", "test_reports.py", "test_mosaic.py", "test_suite.py",
+    "test_transforms.py", "test_fuzz.py", "test_streams.py", "test_determinism.py", "test_faults.py",
+    "test_commands.py",
 )  # fmt: skip
-"""Files that take minutes, the longest first: begun last, one would keep a process busy after the other has ended."""
+"""Files that take minutes, the longest first: begun last, one would keep a process busy after the other has ended.
+pytest-xdist keeps this order with --no-loadscope-reorder alone; by itself it begins those with most tests."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -250,9 +250,22 @@ def _build(case: cases.Case, variant: str) -> Data:
     return dataclasses.replace(data, ids=case.ids)
 
 
+def each_backend_with(*variants: str, spared: str) -> pytest.MarkDecorator:
+    """backend, variant; the spared variant by default with torch-triton alone, as it goes the way of another."""
+    return pytest.mark.parametrize(
+        ("backend", "variant"),
+        [
+            pytest.param(
+                backend, variant, marks=pytest.mark.slow if variant == spared and backend != "torch-triton" else ()
+            )
+            for backend in backends.BACKENDS
+            for variant in variants
+        ],
+    )
+
+
 @NUMERICS
-@EVERY_BACKEND
-@pytest.mark.parametrize("variant", ["fp16", "bf16", "fp8-w8a16-channel", "fp8-w8a8-channel"])
+@each_backend_with("fp16", "bf16", "fp8-w8a16-channel", "fp8-w8a8-channel", spared="bf16")
 def test_small_terms_beside_large_ones(backend: str, variant: str) -> None:
     """K = 128 products: 448 * 448, 126 of 1 * 1, then -448 * 448; exact sum 126, after a partial sum of 200830.
 
@@ -285,8 +298,7 @@ def test_small_terms_beside_large_ones(backend: str, variant: str) -> None:
 @pytest.mark.filterwarnings(
     "ignore:invalid value encountered:RuntimeWarning"
 )  # NumPy's word on the NaN, in interpreters
-@EVERY_BACKEND
-@pytest.mark.parametrize("variant", ["fp16", "fp8-w8a16-channel", "fp8-w8a8-channel"])
+@each_backend_with("fp16", "fp8-w8a16-channel", "fp8-w8a8-channel", spared="fp8-w8a16-channel")
 def test_a_token_that_is_not_finite_spoils_its_own_rows_only(backend: str, variant: str) -> None:
     case = CASES["ragged"]
     data = build("ragged", variant)
