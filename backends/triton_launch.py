@@ -36,7 +36,10 @@ def missing_packages() -> str | None:
 
 
 def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIMIT) -> str | None:
-    """Why the kernel cannot honour this combination; None if it can. `limit`: the GPU's shared memory per block."""
+    """Why the kernel cannot honour this combination; None if it can.
+
+    limit: bytes of shared memory that a thread block can have on the GPU at hand; without one, Hopper's
+    """
     if (reason := not_in_triton(config)) is not None:
         return reason
     if problem.scale_layout == "block" and SCALE_BLOCK % config.block_k:
@@ -51,7 +54,7 @@ def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIM
     if needed > limit:
         return (
             f"config: got {config}, which needs {needed} bytes of shared memory ({config.num_stages} stages); "
-            f"allowed: {limit} on this GPU"
+            f"allowed: {limit} {'on Hopper' if limit == SHARED_MEMORY_LIMIT else 'on this GPU'}"
         )
     accumulator = config.block_m * config.block_n
     if accumulator > 256 * 32 * config.num_warps // 2:

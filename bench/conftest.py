@@ -22,7 +22,7 @@ from bench.cases import PARAMETERS, SETS, Case, Row, check_routing, check_shard,
 from bench.clock import CLOCKS, ClockError
 from bench.data import BatchCache, Data, DataCache, build, build_batches
 from bench.machine import Device, Machine, Rehearsal, versions, without_gpu_jax_stays_on_the_cpu
-from bench.suite import LOST, Suite
+from bench.suite import LOST, PLAIN_READS, Suite
 from shared.checks import ArgumentError
 from shared.problem import ScaleLayout
 
@@ -117,7 +117,7 @@ def _settings(config: pytest.Config) -> dict[str, Any]:
         "seed": option("--seed"),
         "rounds": _rounds(config),
         "versions": versions(),
-        "sources": results.sources(),
+        **results.code(),
     }
 
 
@@ -274,6 +274,7 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
             f"{machine.gpu}. Give another --results file",
             returncode=pytest.ExitCode.USAGE_ERROR,
         )
+    targets = _for_targets(request.config)
     journal = results.Journal(option("--results") or results.default_path())
     state = machine.state()
     journal.write(
@@ -286,8 +287,6 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
         state=state,
     )
     say(f"\nresults are appended to {journal.path}")
-    if _for_targets(request.config) and not option("--warm"):
-        journal.write("reads", sizes=machine.plain_reads())
     for notice in watch.disturbances(state):
         journal.write("notice", text=f"at the start: {notice}")
         say(f"doubtful: {notice}")
@@ -303,7 +302,6 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
         )
 
     selected = _rows_of(request.session.items)
-    targets = _for_targets(request.config)
     suite = Suite(
         device=machine,
         journal=journal,
@@ -319,6 +317,9 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
         one_by_one=frozenset(name for line in earlier for name in line.get("one_by_one", ())),
     )
     request.config.stash[_SUITE] = suite
+    ended_by_them = any(line.get("id") == PLAIN_READS and line.get("fatal") for line in earlier)
+    if targets and not option("--warm") and not ended_by_them:
+        suite.plain_reads()
     yield suite
     suite.data.free()
 

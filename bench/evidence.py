@@ -14,6 +14,7 @@ from bench import (
     article,
     checked,
     launch_cost,
+    locality,
     matrix_unit,
     performance,
     tables,
@@ -59,7 +60,7 @@ def _environment(folder: Path, found: Found) -> str:
     rounds = len(cell["combos"][0]["samples_us"]) if cell["combos"] else 0
     return (
         f"{cell['gpu']}, {cell['date']}, cold L2, {len(cells)} cells, {rounds} rounds each; {versions}. Read ceiling "
-        f"{cell['ceilings']['read_bytes_per_s'] / 1e12:.2f} TB/s."
+        f"{cell['ceilings']['read_bytes_per_s'] / 1e12:.2f} TB/s. {locality.sources_told(cells).capitalize()}."
     )
 
 

@@ -16,6 +16,7 @@ import functools
 import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,10 @@ def run(
 
     started = time.monotonic()
     results.end_at_a_line(out)
-    known = {cell["id"] for cell in read(out)} if out.exists() else set()
+    had = read(out) if out.exists() else []
+    known = {cell["id"] for cell in had}
+    if kept := sources_told([cell for cell in had if cell.get("sources") != results.sources()]):
+        say(f"{out}: cells by other sources than the present ones, or by unrecorded ones, are kept; {kept}")
     missing = [cell for cell in cells() if cell.id not in known and keyword in cell.id]
     ceilings = device.ceilings() if missing else {}
     layer: tuple[object, ...] | None = None
@@ -181,7 +185,7 @@ def run(
         found = measure(cell, data, device, rounds)
         found |= {
             "gpu": device.gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d"), "ceilings": ceilings,
-            "state": device.state(),
+            "state": device.state(), **results.code(),
         }  # fmt: skip
         results.append(out, found)
         left = (time.monotonic() - started) / (number + 1) * (len(missing) - number - 1)
@@ -278,8 +282,18 @@ def measure(cell: Cell, data: Any, device: Any, rounds: int) -> dict[str, Any]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The cells of a journal; a later one of the same id counts."""
+    """The cells of a journal; a later one of the same id counts. Those of older files have no "sources"."""
     return results.by_id(path)
+
+
+def sources_told(cells: list[dict[str, Any]]) -> str:
+    """By which sources of the kernels cells were measured, "" of no cells.
+
+    Such as "kernel sources: 582dddb27f53 (3 cells), not recorded (171 cells)".
+    """
+    counts = Counter(cell.get("sources", "not recorded") for cell in cells)
+    each = ", ".join(f"{sources} ({n} cell{'s' if n > 1 else ''})" for sources, n in sorted(counts.items()))
+    return f"kernel sources: {each}" if counts else ""
 
 
 # What the samples say

@@ -148,7 +148,7 @@ def lines(device: Device, clock: str) -> list[dict[str, Any]]:
 
     run = {
         "kind": "run", "gpu": device.gpu, "set": "targets", "clock": clock, "cache": "cold", "routing": "uniform",
-        "seed": 0, "rounds": SAMPLES, "versions": versions(), "sources": results.sources(),
+        "seed": 0, "rounds": SAMPLES, "versions": versions(), **results.code(),
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "ceilings": device.ceilings(), "state": device.state(),
     }  # fmt: skip
     return [run, {"kind": "reads", "sizes": device.plain_reads()}]

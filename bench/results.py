@@ -2,9 +2,9 @@
 
 A line is written the moment its result is there, so that a run cut short keeps what it measured. The first line
 says where and with what the run was made (`kind: "run"`); the others are `kind: "time"` (a benchmark), `"pair"` (an
-order comparison), `"published"`, `"failed"` (a kernel that failed or was wrong), `"skipped"` (what cannot run here),
-`"notice"` (what disturbed the run) and `"reads"` (plain reads by size, of a run about the targets; they stand with the
-ceilings in `run`). Times are in microseconds in both.
+order comparison), `"published"`, `"failed"` (a kernel that failed or was wrong, or plain reads that failed),
+`"skipped"` (what cannot run here), `"notice"` (what disturbed the run) and `"reads"` (plain reads by size, of a run
+about the targets; they stand with the ceilings in `run`). Times are in microseconds in both.
 
 Times stand in one file only if they were taken on the same GPU with the same versions and settings (SETTINGS). A run
 that was cut short goes on in its file behind a further `run` line, with RESUMED the same as well.
@@ -28,9 +28,12 @@ RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 SETTINGS = ("gpu", "clock", "cache", "routing", "seed")
 """What two runs must share, beside the versions of all packages, for their times to stand side by side."""
-RESUMED = (*SETTINGS, "rounds", "sources", "set")
-"""What the two parts of a run that goes on must share: sources are a digest of the kernels' code; set: "targets" alone
-is named, whose data and number of samples are others."""
+RESUMED = (*SETTINGS, "rounds", "sources", "harness", "set")
+"""What the two parts of a run that goes on must share: sources are a digest of the kernels' code, harness one of the
+code that times them (`sources`, `harness`); set: "targets" alone is named, whose data and number of samples are
+others."""
+UNTOLD = ("harness",)
+"""Of RESUMED, what older files do not have: nothing is known to differ there."""
 TESTS = {
     "kernel": ("kernel_us", "gpu_total_us", "samples_us"),
     "kernel captured": ("kernel_captured_us", "gpu_total_captured_us", "samples_captured_us"),
@@ -257,7 +260,7 @@ def _updated(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-_OF_THE_RUN = ("floor_us", "read_ceiling_tb_per_s", "state_before", "state_after")
+_OF_THE_RUN = ("floor_us", "read_ceiling_tb_per_s", "state_before", "state_after", "harness")
 """What a row says of the run that its kernel time comes from."""
 
 
@@ -269,13 +272,39 @@ def of_another_kernel(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
 @functools.cache
 def sources() -> str:
-    """Digest of the code and the tuned tiles that a time depends on, so that a changed kernel shows."""
+    """Digest of the kernels' code and tuned tiles (backends/, shared/*.py), so that a changed kernel shows.
+
+    It says nothing of the code under bench/ that takes the times: that is `harness`, which makes no time another's.
+    """
+    return _digest((*ROOT.glob("backends/**/*.py"), *ROOT.glob("backends/tuned/*.json"), *ROOT.glob("shared/*.py")))
+
+
+HARNESS = (
+    "clock", "cold", "contenders", "data", "libraries", "machine", "measure", "pairs", "peers", "published",
+    "read_kernel", "reads", "suite",
+)  # fmt: skip
+"""Modules of bench/ that decide what a sample is: its data, its flush, its clock, which calls, and the plain reads."""
+
+
+@functools.cache
+def harness() -> str:
+    """Digest of the modules HARNESS, which decide how a time is taken. Results from before it was kept have none.
+
+    Not of what reads results (tables, reports), nor of bench/conftest.py, which only picks what is measured.
+    """
+    return _digest(ROOT / "bench" / f"{name}.py" for name in HARNESS)
+
+
+def _digest(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(
-        (*ROOT.glob("backends/**/*.py"), *ROOT.glob("backends/tuned/*.json"), *ROOT.glob("shared/*.py"))
-    ):
+    for path in sorted(paths):
         digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def code() -> dict[str, str]:
+    """{"sources", "harness"} as a result carries them."""
+    return {"sources": sources(), "harness": harness()}
 
 
 def config_of(row: dict[str, Any]) -> Config | None:
@@ -291,7 +320,8 @@ def config_of(row: dict[str, Any]) -> Config | None:
 
 def differences(a: dict[str, Any], b: dict[str, Any], settings: Iterable[str] = SETTINGS) -> list[str]:
     """What keeps the times of two runs from standing side by side, such as "torch: 2.11.0 and 2.12.0"."""
-    found = [f"{key}: {a.get(key)} and {b.get(key)}" for key in settings if a.get(key) != b.get(key)]
+    compared = [key for key in settings if key not in UNTOLD or (key in a and key in b)]
+    found = [f"{key}: {a.get(key)} and {b.get(key)}" for key in compared if a.get(key) != b.get(key)]
     ours, theirs = a.get("versions", {}), b.get("versions", {})
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return found + [f"{name}: {ours.get(name)} and {theirs.get(name)}" for name in names]

@@ -29,6 +29,8 @@ FEWEST_ROUNDS = 7
 """Of a run that stops sampling when it knows enough. With fewer, gaps between samples do not show the clock's tick."""
 ENOUGH = 0.005
 """Relative standard error of the mean below which such a run stops."""
+PLAIN_READS = "plain-reads"
+"""Id under which a failure of the plain reads stands."""
 LOST = 7
 """Exit status of a run that a kernel ended by making the GPU unusable for its process."""
 
@@ -195,12 +197,23 @@ class Suite:
         notices = self._notices(before, self.device.state())
         self.journal.write(
             "pair", id=name, a="column", b=other, **kept, ratio=found.ratio, low=found.low, high=found.high,
-            a_us=_us(found.a), b_us=_us(found.b), pairs=found.pairs, verdict=verdict, sources=results.sources(),
+            a_us=_us(found.a), b_us=_us(found.b), pairs=found.pairs, verdict=verdict, **results.code(),
             **({"notices": notices} if notices else {}),
         )  # fmt: skip
         self.done += 1
         told = f"{name}: {verdict} [{found.low:.3f}, {found.high:.3f}]"
         self._tell(f"[{self.done}/{self.total}] {told}", notices)
+
+    def plain_reads(self) -> None:
+        """Plain reads by size into the journal. One that fails is told as any failure, and the run lacks this bound."""
+        try:
+            with self._reported(None, PLAIN_READS):
+                self.journal.write("reads", sizes=self.device.plain_reads())
+        except pytest.exit.Exception:
+            raise
+        except Exception:
+            self.device.clock.reset()  # which they may have left paused
+            self.say("the run goes on without the bound of the plain reads")
 
     def published_2024(self, tokens: int) -> None:
         """The published kernel beside the right one: time, and the share of the output that it writes."""
@@ -290,8 +303,8 @@ class Suite:
     def _reported(self, row: Row | None, test: str) -> Iterator[None]:
         """A failure is written to the journal, as one of the row's test, and said; the next test goes on.
 
-        Where the GPU can be used no more, the run ends here and says how to go on. row None: the published kernel,
-        with `test` as the id.
+        Where the GPU can be used no more, the run ends here and says how to go on. row None: the published kernel or
+        the plain reads, with `test` as the id.
         """
         try:
             yield
@@ -305,7 +318,7 @@ class Suite:
                 status, reason = "wrong", error.short
             lost = self.device.lost()
             name = test if row is None else f"{row.id} {test}"
-            facts = {"id": test} if row is None else {"id": row.id, **_identity(row), "sources": results.sources()}
+            facts = {"id": test} if row is None else {"id": row.id, **_identity(row), **results.code()}
             fatal = {} if lost is None else {"fatal": True}
             self.journal.write("failed", **facts, test=test, status=status, reason=reason, **fatal)
             self.failed.append(f"{name}: {status}: {reason}")
@@ -373,7 +386,7 @@ class Suite:
             "samples": len(stats.data),
             "state_before": before,
             "state_after": after,
-            "sources": results.sources(),
+            **results.code(),
             **({"notices": [f"{kind} {launch}: {notice}" for notice in notices]} if notices else {}),
         }
 

@@ -28,10 +28,12 @@ _PLACES = {"compile_only": "compile-only", "gpu": "GPU", "interpret": "interpret
 
 
 _LONG = (
-    "test_moe_gemm.py", "test_compile_only.py", "test_reports.py", "test_suite.py", "test_transforms.py",
-    "test_mosaic.py", "test_fuzz.py", "test_determinism.py",
+    "test_moe_gemm.py", "test_compile_only.py", "test_reports.py", "test_mosaic.py", "test_suite.py",
+    "test_transforms.py", "test_fuzz.py", "test_streams.py", "test_determinism.py", "test_faults.py",
+    "test_commands.py",
 )  # fmt: skip
-"""Files that take minutes, the longest first: begun last, one would keep a process busy after the other has ended."""
+"""Files that take minutes, the longest first: begun last, one would keep a process busy after the other has ended.
+pytest-xdist keeps this order with --no-loadscope-reorder alone; by itself it begins those with most tests."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,6 +48,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if slow:
             config.hook.pytest_deselected(items=slow)
             items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture(autouse=True)
+def _interpreters_are_compiled_without_optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In tests of JAX's interpreters, which compile for seconds and run for milliseconds: about half the time.
+
+    Kernels compiled for a GPU keep all optimisations: registers and spills are read off them.
+    """
+    if "jax" not in sys.modules or request.node.get_closest_marker("interpret") is None:
+        yield
+        return
+    config = sys.modules["jax"].config
+    config.update("jax_disable_most_optimizations", True)
+    yield
+    config.update("jax_disable_most_optimizations", False)
 
 
 _finished = itertools.count(1)

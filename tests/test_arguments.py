@@ -450,6 +450,16 @@ def test_what_a_backend_refuses_names_field_given_and_allowed(backend: str) -> N
         assert "allowed" in refusal, refusal
 
 
+def test_a_limit_says_whose_it_is() -> None:
+    """Without a GPU the limit is Hopper's, and not that of "this GPU"."""
+    from backends import triton_launch
+
+    problem = Problem.of("fp16", tokens=4, experts=2, n=256, k=64, top_k=1)
+    config = Config(block_m=128, block_n=256, block_k=128, num_stages=4, num_warps=8)
+    assert str(triton_launch.unsupported(problem, config)).endswith("allowed: 232448 on Hopper")
+    assert str(triton_launch.unsupported(problem, config, 101_376)).endswith("allowed: 101376 on this GPU")
+
+
 @pytest.mark.parametrize(
     ("look_up", "says"),
     [

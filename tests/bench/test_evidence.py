@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from backends.registry import BACKENDS
-from bench import article, counters, locality, verdict
+from bench import article, counters, locality, results, verdict
 from bench.cache_points import article_points, groups, other_points
 from bench.cases import _TINY, Case
 from bench.points import Point
@@ -248,6 +248,15 @@ def test_a_run_goes_on_behind_its_finished_cells(monkeypatch: pytest.MonkeyPatch
     assert [entry["id"] for entry in found] == [one.id for one in asked]
     assert [(combo["order"], len(combo["samples_us"])) for combo in found[1]["combos"]] == [("row", 2)]
     assert not found[1]["failed"]
+    assert locality.sources_told(found) == f"kernel sources: {results.sources()} (2 cells)"
+    assert not any("are kept" in line for line in said)
+    del found[0]["sources"]  # as files have it from before cells told their sources
+    out.write_text("".join(json.dumps(cell) + "\n" for cell in found))
+    told = f"kernel sources: {results.sources()} (1 cell), not recorded (1 cell)"
+    assert locality.sources_told(locality.read(out)) == told
+    assert locality.run(out, device, seconds=600, say=said.append, rounds=2)
+    assert said[-1].endswith("unrecorded ones, are kept; kernel sources: not recorded (1 cell)")
+    assert len(out.read_text().splitlines()) == 2, "nothing is measured again"
 
 
 def test_cells_cover_what_the_verdict_promises() -> None:

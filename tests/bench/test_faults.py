@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import backends  # noqa: E402
-from bench import results, tables, tune, watch  # noqa: E402
+from bench import reads, results, tables, targets, tune, watch  # noqa: E402
 from bench import suite as suites  # noqa: E402
 from bench.__main__ import app  # noqa: E402
 from bench.cases import Row, check_routing  # noqa: E402
@@ -112,7 +112,7 @@ def test_a_calm_run_says_nothing_doubtful(run: Run) -> None:
     (row,) = run.compact()["rows"]
     assert row["kernel_us"] > 0
     assert "notices" not in row
-    assert row["sources"] == results.sources()
+    assert (row["sources"], row["harness"]) == (results.sources(), results.harness())
     assert not any("doubtful" in line for line in run.said)
     assert tables.notes(run.compact()) == []
 
@@ -248,6 +248,38 @@ def test_a_failing_kernel_leaves_the_others_their_times(run: Run, monkeypatch: p
     assert len(lines) == 1
 
 
+def test_a_run_goes_on_without_plain_reads_that_failed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise RuntimeError("out of memory\nadvice")
+
+    monkeypatch.setattr(run.device, "plain_reads", fail)
+    run.suite.plain_reads()
+    run.suite.kernel_time(Benchmark(), ROW, captured=False)
+    found = run.compact()
+    assert found["rows"][0]["kernel_us"] > 0
+    assert "reads" not in found["run"]
+    assert "not measured: plain-reads: RuntimeError: out of memory" in tables.skipped(found)
+    assert any("plain-reads: failed: RuntimeError: out of memory" in line for line in (*run.said, *run.suite.failed))
+    assert any("without the bound of the plain reads" in line for line in run.said)
+    assert targets.Times(found).us(ROW.case.name, ("fp16",), "torch-triton"), "a failure that names no row"
+
+    monkeypatch.undo()
+    run.suite.plain_reads()
+    assert len(run.compact()["run"]["reads"]) == len(reads.SIZES)
+
+
+def test_plain_reads_that_lose_the_gpu_end_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash() -> Any:
+        run.device.gone = "CUDA error: an illegal memory access was encountered"
+        raise RuntimeError(run.device.gone)
+
+    monkeypatch.setattr(run.device, "plain_reads", crash)
+    with pytest.raises(pytest.exit.Exception, match=r"plain-reads left the GPU unusable.*without this one"):
+        run.suite.plain_reads()
+    line = results.read(run.path)[-1]
+    assert (line["id"], line["fatal"]) == (suites.PLAIN_READS, True), "by which a run that goes on leaves them out"
+
+
 def test_a_lost_gpu_ends_the_run_and_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(data: Data) -> Any:
         run.device.gone = "CUDA error: an illegal memory access was encountered"
@@ -348,6 +380,7 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     [
         ({"rounds": 20}, "rounds: 30 and 20"),
         ({"sources": "b"}, "sources: a and b"),
+        ({"harness": "b"}, "harness: a and b"),
         ({"cache": "warm"}, "cache: cold and warm"),
         ({"versions": {"torch": "2"}}, "torch: 1 and 2; triton: 2 and None"),
         ({}, None),
@@ -369,6 +402,7 @@ def test_a_run_does_not_go_on_in_the_file_of_another(tmp_path: Path, change: dic
 def write_run(path: Path, **changes: Any) -> Path:
     run = {"kind": "run", "gpu": "NVIDIA H200", "clock": "cupti", "cache": "cold", "routing": "uniform", "seed": 0}
     run |= {"rounds": 30, "versions": {"torch": "1", "triton": "2", "jax": "3", "jax-triton": "4"}, "sources": "a"}
+    run |= {"harness": "a"}
     run |= {"date": "2026-01-01", "ceilings": {"read_bytes_per_s": 4e12, "bf16_flops": 8e14}}
     config = {"block_m": changes.pop("block_m", 16)}
     row = {

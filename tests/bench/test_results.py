@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,43 @@ def test_times_of_another_kernel_do_not_stay_in_its_row(kept: Path, tmp_path: Pa
     assert "call_us" not in found["torch-triton"]
     assert len(added.replaced) == 1
     assert "their earlier times are left out" in str(added)
+
+
+def test_a_changed_kernel_and_a_changed_harness_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By two digests, so that a harness that changed does not make times look like another kernel's."""
+    for folder in ("backends", "shared", "bench"):
+        shutil.copytree(
+            results.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results")
+        )
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    digests = results.sources.__wrapped__, results.harness.__wrapped__
+
+    def changed(name: str) -> list[bool]:
+        before = [digest() for digest in digests]
+        with (tmp_path / name).open("a") as file:
+            file.write("\n")
+        return [digest() != old for digest, old in zip(digests, before, strict=True)]
+
+    assert changed("backends/triton_kernel.py") == [True, False]
+    assert changed("shared/config.py") == [True, False]
+    for name in ("reads", "read_kernel", "measure", "cold", "clock", "pairs"):
+        assert changed(f"bench/{name}.py") == [False, True], name
+    assert changed("bench/tables.py") == [False, False]
+
+
+def test_a_file_from_before_the_harness_had_a_digest_differs_in_nothing() -> None:
+    old, new = {"sources": "a"}, {"sources": "a", "harness": "b"}
+    assert results.differences(old, new, results.RESUMED) == []
+    assert results.differences(new | {"harness": "c"}, new, results.RESUMED) == ["harness: c and b"]
+
+
+def test_a_kernel_time_keeps_the_harness_of_its_own_run(kept: Path, tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", LATER, row("torch-triton", kernel_us=160.0, harness="a"))
+    results.add(first, results=kept, into="first")
+    second = write(tmp_path / "b.jsonl", LATER, row("torch-triton", call_us=200.0, harness="b"))
+    found = {r["contender"]: r for r in results.load(results.add(second, results=kept, into="first").path)["rows"]}
+    assert found["torch-triton"]["harness"] == "a"
+    assert (found["torch-triton"]["kernel_us"], found["torch-triton"]["call_us"]) == (160.0, 200.0)
 
 
 def test_a_field_that_came_later_is_not_another_config() -> None:
