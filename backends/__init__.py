@@ -81,10 +81,8 @@ def moe_gemm(
     Raises, before anything is launched: ArgumentError (a ValueError) naming the argument, what was given and what is
     allowed; DtypeError (also a TypeError) for a dtype; BackendUnavailable with the remedy.
     """
-    if "torch" in sys.modules:
-        if "backends.torch_op" not in sys.modules:
-            import backends.torch_op  # noqa: F401
-        torch_op = sys.modules["backends.torch_op"]  # an import statement costs more than the question
+    torch_op = _torch_op or _import_torch_op()
+    if torch_op is not None:
         given = (x, w, topk_ids, w_scale, topk_weight, popularity)
         if torch_op.recording(given):
             return torch_op.call(
@@ -94,6 +92,22 @@ def moe_gemm(
         x, w, topk_ids, w_scale, topk_weight, popularity, config=config, mode=mode, order=order, backend=backend,
         interpret=interpret, validate=validate,
     )  # fmt: skip
+
+
+_torch_op: Any = None
+"""The module backends.torch_op, once it has been imported: an import statement costs a call more than this name."""
+
+
+def _import_torch_op() -> Any:
+    """backends.torch_op where torch has been imported, else None. Another thread may be importing either just now: the
+    import statement waits until that is done, where `sys.modules` would show a module with half its names."""
+    global _torch_op
+    if "torch" not in sys.modules:
+        return None
+    from backends import torch_op
+
+    _torch_op = torch_op
+    return torch_op
 
 
 def unrecorded(
@@ -110,7 +124,7 @@ def unrecorded(
         except (AttributeError, TypeError):  # not all are tensors, or no dictionary can look up an option
             key = None
     if repeat is not None:
-        sys.modules["backends.torch_op"].check_no_gradient(given)
+        _torch_op.check_no_gradient(given)
         if (y := repeat(*given)) is not None:
             return y
 
@@ -124,7 +138,7 @@ def unrecorded(
     problem, best, kind, device, on_cpu, module = checked
     asked, config = config, config or best
     if kind == "torch":
-        sys.modules["backends.torch_op"].check_no_gradient(given)  # who came here with tensors has imported it
+        (_torch_op or _import_torch_op()).check_no_gradient(given)
     if traced and module.FRAMEWORK != "jax":
         raise ArgumentError(f"backend: got {backend} under jax.jit; allowed there: the JAX backends")
     if (validate or on_cpu) and not traced and device != "meta":
@@ -284,7 +298,7 @@ def _told(x: arrays.Signature | None) -> bool:
 
 def _gpu_name(x: arrays.Signature | None = None) -> str | None:
     """Name of the GPU that x is on; where it is on none, of the first one that a loaded framework sees; else None."""
-    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    torch, jax = arrays.imported("torch"), arrays.imported("jax")
     if x is not None and x[0] == "torch" and x[4].type == "cuda":
         return torch.cuda.get_device_name(x[4])  # type: ignore[union-attr]
     if x is not None and x[0] == "jax" and x[4] is not None:

@@ -21,12 +21,21 @@ _CARRIERS = {"float8_e4m3fn": np.uint8, "bfloat16": np.int16}
 _ML_DTYPES = {name: np.dtype(getattr(ml_dtypes, name)) for name in _CARRIERS}
 
 
+def imported(framework: str) -> Any:
+    """The module "torch" or "jax"; None where it has not been imported, or another thread is still at it.
+
+    An array of a framework exists only once the framework is imported, and a module has its names only then.
+    """
+    module = sys.modules.get(framework)
+    return None if module is None or getattr(module.__spec__, "_initializing", False) else module
+
+
 def kind_of(name: str, array: Any) -> str:
     """ "torch", "jax" or "numpy"; DtypeError naming the argument for anything else."""
     if isinstance(array, np.ndarray):
         return "numpy"
     for kind, type_name in (("torch", "Tensor"), ("jax", "Array")):
-        module = sys.modules.get(kind)  # an array of a framework exists only if the framework is imported
+        module = imported(kind)
         if module is not None and isinstance(array, getattr(module, type_name)):
             return kind
     raise DtypeError(f"{name}: got {type(array).__name__}; allowed: a torch.Tensor, a jax.Array or a numpy.ndarray")
@@ -34,7 +43,7 @@ def kind_of(name: str, array: Any) -> str:
 
 def is_traced(array: Any) -> bool:
     """Whether this is a JAX tracer, whose values and device are not known yet."""
-    jax = sys.modules.get("jax")
+    jax = imported("jax")
     return jax is not None and isinstance(array, jax.core.Tracer)
 
 
@@ -48,7 +57,7 @@ def has_abstract_gpu() -> bool:
 
 def current_device(array: Any) -> contextlib.AbstractContextManager[Any]:
     """Makes the GPU of a torch tensor torch's current one; other arrays leave it as it is."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or not isinstance(array, torch.Tensor):
         return contextlib.nullcontext()
     return torch.cuda.device_of(array)
@@ -76,7 +85,7 @@ under a trace.
 
 def signature(name: str, array: Any) -> Signature:
     """Signature of one argument; DtypeError naming it where it is no array."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return "torch", array.shape, array.dtype, array.stride(), array.device
     if isinstance(array, np.ndarray):
@@ -87,7 +96,7 @@ def signature(name: str, array: Any) -> Signature:
 
 def signatures(names: Sequence[str], given: Sequence[Any]) -> tuple[Signature | None, ...]:
     """`signature` of each argument, None of None; plain tensors without a call each, as every eager call comes by."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     tensor = None if torch is None else torch.Tensor
     return tuple(
         [
@@ -235,7 +244,7 @@ def _jax_device(name: str, sharding: Any) -> str | None:
 @contextlib.contextmanager
 def same_current_device() -> Iterator[None]:
     """Leaves the thread's current CUDA device as it was: JAX makes that of its arrays current, and PyTorch sees it."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or not torch.cuda.is_initialized():
         yield
         return

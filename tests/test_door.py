@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ast
+import importlib.machinery
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import backends
 from backends import arrays
 from shared import models
+from shared.checks import DtypeError
 from shared.orders import ORDERS
 from shared.problem import Problem
 from shared.reference import error_bound, moe_gemm_reference, relative_error
@@ -237,6 +241,66 @@ def imported_by(statement: str) -> set[str]:
 )
 def test_importing_imports_no_framework(statement: str) -> None:
     assert not imported_by(statement) & {"torch", "jax", "jaxlib", "triton", "jax_triton"}
+
+
+SLOW_IMPORT = """
+import importlib.abc, importlib.machinery, sys, threading
+import torch
+import backends
+
+began, go_on = threading.Event(), threading.Event()
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "backends.torch_op":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            began.set()
+            assert go_on.wait(60)  # in sys.modules by now, with no name of its own
+            run(module)
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Slow())
+said = []
+
+def call():
+    x, w = torch.ones(1, 32, dtype=torch.float16), torch.ones(1, 16, 32, dtype=torch.float16)
+    try:
+        backends.moe_gemm(x, w, torch.zeros(1, 1, dtype=torch.int32))
+    except Exception as error:
+        said.append(type(error).__name__)
+
+first, second = threading.Thread(target=call), threading.Thread(target=call)
+first.start()
+assert began.wait(60)
+second.start()
+second.join(1)
+go_on.set()
+first.join(60)
+second.join(60)
+print(*said)
+"""
+
+
+def test_a_call_waits_for_another_threads_import() -> None:
+    """Tensors on the CPU: both calls are refused in the door's own words, and neither meets a module half imported."""
+    result = subprocess.run([sys.executable, "-c", SLOW_IMPORT], cwd=ROOT, capture_output=True, text=True)
+    refused = "ArgumentError" if HAS_GPU else "BackendUnavailable"
+    assert result.stdout.split() == [refused, refused], result.stderr
+
+
+def test_a_framework_that_is_being_imported_has_no_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = types.ModuleType("jax")
+    half.__spec__ = importlib.machinery.ModuleSpec("jax", None)
+    half.__spec__._initializing = True  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jax", half)
+    assert arrays.imported("jax") is None
+    assert arrays.kind_of("x", torch.ones(1)) == "torch"
+    with pytest.raises(DtypeError, match="x: got list"):
+        arrays.kind_of("x", [1])
 
 
 def test_torch_calls_do_not_import_jax() -> None:
