@@ -1,6 +1,6 @@
 # make test     everything that needs no GPU (and, on a GPU, the same suite compiled): ruff, mypy, pytest
 # make bench    compare the frameworks on this GPU; without one, the correctness matrix in the interpreters
-# make locality does tile order matter, and with FP8? ten minutes or less on a GPU; run again, it goes on
+# make locality does tile order matter, and with FP8? run again, it goes on
 # make report   rewrite the tables and pictures of README and notes from the committed results
 # make mutants  kernels with one planted fault each, which the suite must catch (not part of make test)
 # Each sets up .venv by itself. PYTHON=... picks the interpreter, ARGS=... goes to the command behind the target.
