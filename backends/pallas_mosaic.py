@@ -40,7 +40,6 @@ Sources: the CUDA PTX manual (wgmma, cp.async.bulk.tensor), JAX's Pallas documen
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -51,8 +50,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from backends import mosaic_rows
+from backends import mosaic_config, mosaic_rows
 from backends.compiled import Compiled
+from backends.mosaic_config import (
+    COMPUTE_REGISTERS,
+    FETCH_REGISTERS,
+    REGISTERS_OF_THREE,
+    blocks_per_sm,
+    heights_up_to,
+    output_shape,
+    registers_of_thread,
+    round_up,
+    shared_bytes,
+    sharing_groups,
+    sum_dtype,
+)
 from backends.mosaic_rows import pad_to, reads_all_tokens, tile_height
 from backends.registry import BackendUnavailable
 from shared.config import Config
@@ -62,23 +74,11 @@ NAME = "pallas-mosaic"
 FRAMEWORK = "jax"
 KERNEL_NAME = "moe_gemm_mosaic"
 
-SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that one thread block can have on Hopper."""
-SHARED_MEMORY_PER_SM = 228 * 1024
-"""Bytes of shared memory that the thread blocks of one SM have together, 1 KiB of each taken by the system."""
-OUTPUT_ROWS = 32
-"""Rows of an output tile that are stored at once."""
-REGISTERS_OF_THREE = 160
-FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
-"""Registers of a thread. Three warp-groups that share an SM's have REGISTERS_OF_THREE each, or a few more; where those
-that multiply need more, the one that fetches gives up what it does not need."""
 INTERPRETER_BLOCKS = 3
 """Thread blocks in the interpreter: enough that tiles are shared out unevenly, few enough to be quick."""
 SWIZZLES = (128, 64, 32)
 """Bytes: widths of the column in which wgmma's operands lie in shared memory, 8 rows high, the widest the best. TMA
 copies whole columns, so a row of w and of x is a multiple of the width."""
-SHARED_ALIGNMENT = 1024
-"""Bytes: each shared-memory array starts at a multiple of this (the period of the 128-byte swizzle)."""
 _interpreting = threading.Lock()
 """Mosaic's interpreter keeps its memory in one place for the whole process: one call at a time."""
 
@@ -114,90 +114,7 @@ def _not_hopper(device: jax.Device) -> str | None:
 
 
 def unsupported(problem: Problem, config: Config) -> str | None:
-    """None where problem and config can be honoured; else the reason, with what is allowed."""
-    if not config.swap_ab:
-        return "config.swap_ab: got False; allowed: True (the weights are always wgmma's left operand here)"
-    if config.num_warps not in (4, 8):
-        return f"config.num_warps: got {config.num_warps}; allowed: 4, 8 (warp-groups of four warps that multiply)"
-    if config.ping_pong and config.num_warps != 8:
-        return f"config.num_warps: got {config.num_warps} with ping_pong; allowed: 8 (two warp-groups take turns)"
-    if config.ping_pong and config.split_k > 1:
-        return f"config.split_k: got {config.split_k} with ping_pong; allowed: 1 (a split is for launches of few tiles)"
-    if channels_of_group(config) < 64:
-        least = 64 * sharing_groups(config)
-        return f"config.block_n: got {config.block_n}; allowed: {least} or more with that num_warps"
-    if not 64 <= config.block_n <= 256:
-        return f"config.block_n: got {config.block_n}; allowed: 64, 128, 256 (wgmma's 64 rows; a TMA box's 256)"
-    if config.block_m > 256:
-        return f"config.block_m: got {config.block_m}; allowed: up to 256 (wgmma's columns)"
-    if config.num_stages < 2:
-        return "config.num_stages: got 1; allowed: 2 or more (one stage is read while another is filled)"
-    if config.block_k * problem.w_itemsize < 32:
-        return f"config.block_k: got {config.block_k}; allowed: {32 // problem.w_itemsize} or more (one wgmma's depth)"
-    accumulator = _accumulator_registers(config)
-    if accumulator > (allowed_registers := 160 if config.ping_pong else 128):
-        return f"config {config} needs {accumulator} accumulator registers a thread; allowed: {allowed_registers}"
-    if config.ping_pong and (registers := _registers(problem, config)) > COMPUTE_REGISTERS:
-        return f"config {config} needs {registers} registers a thread; allowed: {COMPUTE_REGISTERS}"
-    if problem.dtype == "fp8-w8a16" and config.block_n * config.block_k > 2**15:
-        return f"config {config}: block_n * block_k is {config.block_n * config.block_k}; allowed with fp8-w8a16: 32768"
-    if problem.scale_layout == "block":
-        for name, value in (("block_n", config.block_n), ("block_k", config.block_k)):
-            if value > SCALE_BLOCK:
-                return f"config.{name}: got {value}; allowed with block scales: up to {SCALE_BLOCK}, one scale per step"
-    needed = shared_bytes(problem, config)
-    if needed > SHARED_MEMORY:
-        return f"config {config} needs {needed} bytes of shared memory; allowed on Hopper: {SHARED_MEMORY}"
-    return None
-
-
-def shared_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of shared memory of a thread block: the stages of x and w, the output tile, barriers of each stage."""
-    height = tile_height(problem, config)
-    arrays = (
-        config.num_stages * height * config.block_k * problem.x_itemsize,
-        config.num_stages * config.block_n * config.block_k * problem.w_itemsize,
-        math.prod(_output_shape(problem, config)) * _sum_dtype(problem, config).itemsize,
-    )
-    barriers = 8 * config.num_stages * (1 + warp_groups(config) // sharing_groups(config))
-    return sum(_round_up(size, SHARED_ALIGNMENT) for size in arrays) + _round_up(barriers, 128)
-
-
-def _output_shape(problem: Problem, config: Config) -> tuple[int, int, int, int]:
-    """Shared memory through which warp-groups store what they have of a tile: (warp-groups, slots, rows, channels).
-
-    Tall tiles pass through two slots of OUTPUT_ROWS rows in turn; the memory serves as stages instead.
-    """
-    height = tile_height(problem, config)
-    slots, rows = (1, height) if height <= OUTPUT_ROWS else (2, OUTPUT_ROWS)
-    return warp_groups(config), slots, rows, channels_of_group(config)
-
-
-def blocks_per_sm(problem: Problem, config: Config) -> int:
-    """Thread blocks that fit an SM's shared memory and registers, 4 at most; num_stages decides.
-
-    Several hide each other's latencies: one widens weights or stores its tile while another multiplies. Registers are
-    estimated, from above (`tests/test_compile_only.py` holds the estimate to what is compiled).
-    """
-    by_memory = SHARED_MEMORY_PER_SM // (shared_bytes(problem, config) + 1024)
-    registers = min(255, _registers(problem, config))
-    if config.num_warps == 8 and registers > REGISTERS_OF_THREE:
-        return 1
-    by_registers = 65536 // ((32 * config.num_warps + 128) * _round_up(registers, 8))
-    return max(1, min(4, by_memory, by_registers))
-
-
-def _registers(problem: Problem, config: Config) -> int:
-    """Registers of a thread: its part of the sums, of the widened weights, and what addresses take."""
-    widened = channels_of_group(config) * config.block_k // 256 if problem.dtype == "fp8-w8a16" else 0
-    # With block scales a step's sums stand beside the total: counted for whole tiles, which they may make too large.
-    sums = 2 if config.ping_pong and problem.scale_layout == "block" else 1
-    return 40 + sums * _accumulator_registers(config) + widened
-
-
-def _accumulator_registers(config: Config) -> int:
-    """Of a thread of the warp-groups that multiply."""
-    return channels_of_group(config) * config.block_m // 128
+    return mosaic_config.unsupported(problem, config)
 
 
 def moe_gemm(
@@ -235,8 +152,8 @@ def moe_gemm(
 
 @functools.partial(jax.jit, static_argnames=("problem", "order", "config", "interpret", "blocks"))
 def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, popularity, fill, problem, order, config, interpret, blocks):
-    k = max(_round_up(problem.k, SWIZZLES[-1] // problem.w_itemsize), config.block_k)
-    n = max(_round_up(problem.n, 8), config.block_n)
+    k = max(round_up(problem.k, SWIZZLES[-1] // problem.w_itemsize), config.block_k)
+    n = max(round_up(problem.n, 8), config.block_n)
     rows = mosaic_rows.prepare(x, topk_ids, topk_weight, popularity, k, problem, order, config)
     w = pad_to(w, (problem.experts, n, k))
     if problem.scale_layout == "channel":
@@ -261,21 +178,21 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     """
     block_n, block_k, stages = config.block_n, config.block_k, config.num_stages
     height = tile_height(problem, config)
-    heights = [height] if reads_all_tokens(problem) else _heights(height)
-    output_shape = groups, slots, output_rows, group_n = _output_shape(problem, config)
+    heights = [height] if reads_all_tokens(problem) else heights_up_to(height)
+    output = groups, slots, output_rows, group_n = output_shape(problem, config)
     sharers = sharing_groups(config)
     turns = groups // sharers  # tiles in work at once, each by warp-groups of its own
     k_steps = ceil_div(problem.k, block_k)
     tile_cols = problem.tile_cols(block_n)
     parts, steps_per_part = config.parts(problem.k), config.k_steps_per_split(problem.k)
-    y_dtype = _sum_dtype(problem, config)
+    y_dtype = sum_dtype(problem, config)
     adds_up = parts > 1 and config.reduction != "two-pass"
     # Pallas's interpreter has no adding store. There, parts are kept apart in y_dtype and added afterwards.
     apart = parts > 1 and (interpret or not adds_up)
     store_op: Literal["add"] | None = "add" if adds_up else None
     block_scaled = problem.scale_layout == "block"
     widens = problem.dtype == "fp8-w8a16"
-    trades_registers = _registers(problem, config) > REGISTERS_OF_THREE
+    trades_registers = registers_of_thread(problem, config) > REGISTERS_OF_THREE
 
     def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled, freed, wide_smem=None):
         x_gmem, row_scale_gmem, slot_gmem, expert_gmem, rows_gmem, span_gmem, w_gmem, w_scale_gmem = inputs
@@ -477,7 +394,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
 
     def call(*arrays, fill=None):
         x, tile_expert, w = arrays[0], arrays[3], arrays[6]
-        y_shape = tile_expert.shape[0] * height, max(_round_up(problem.n, 64), block_n)
+        y_shape = tile_expert.shape[0] * height, max(round_up(problem.n, 64), block_n)
         y_type = jax.ShapeDtypeStruct((parts, *y_shape) if apart else y_shape, y_dtype)
         before = jnp.zeros((), y_dtype) if adds_up and not apart else fill
         given = [i for i, array in enumerate(arrays) if array is not None]
@@ -491,7 +408,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         scratch = [
             _operand((stages, height, block_k), x),
             _operand((stages, block_n, block_k), w),
-            plgpu.SMEM(output_shape, y_dtype),
+            plgpu.SMEM(output, y_dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=turns * stages),
             plgpu.Barrier(num_arrivals=sharers, num_barriers=stages),
         ]
@@ -540,12 +457,6 @@ def _tile(
     return first_row + lax.rem(in_band, rows), lax.div(in_band, rows)
 
 
-def _sum_dtype(problem: Problem, config: Config) -> jnp.dtype:
-    """dtype of an output tile as the kernel stores it: float32 for parts of K that are rounded after they are added."""
-    rounds = config.parts(problem.k) == 1 or config.reduction == "atomic"
-    return jnp.dtype(problem.activation if rounds else "float32")
-
-
 def _operand(shape: tuple[int, int, int], source: jax.Array):
     """Shared memory for stages of a matrix operand (stages, rows, block_k) that TMA fills from source (..., K)."""
     itemsize = source.dtype.itemsize
@@ -571,30 +482,6 @@ def _sms(x: jax.Array) -> int:
     if abstract := jax.sharding.get_abstract_mesh().abstract_device:
         return abstract.num_cores
     return jax.devices("gpu")[0].core_count
-
-
-def _heights(last: int) -> list[int]:
-    """Rows of x that a tile may multiply, rising to `last`: a tile takes the least that has all its slots."""
-    return [h for h in (8, 16, 32, 64, 96, 128, 192) if h < last] + [last]
-
-
-def warp_groups(config: Config) -> int:
-    """Warp-groups of a thread block that multiply; one more fetches."""
-    return config.num_warps // 4
-
-
-def sharing_groups(config: Config) -> int:
-    """Warp-groups that multiply one tile, each a share of its channels."""
-    return 1 if config.ping_pong else warp_groups(config)
-
-
-def channels_of_group(config: Config) -> int:
-    """Channels of a tile that one warp-group multiplies."""
-    return config.block_n // sharing_groups(config)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return ceil_div(value, multiple) * multiple
 
 
 def compile_only(problem: Problem, order: str, config: Config) -> Compiled:

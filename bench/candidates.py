@@ -90,7 +90,7 @@ def _mosaic_tiles(problem: Problem, block_m: int) -> Iterator[Config]:
 
     Two share a tile or, where it is tall, take turns. K steps of 128 bytes of a weight row, in small tiles 256 as well.
     """
-    from backends import pallas_mosaic
+    from backends import mosaic_config
 
     small = block_m <= 32
     shapes = ((64, 4), (128, 4), (128, 8)) if block_m <= 64 else ((64, 4), (128, 8), (256, 8))
@@ -105,9 +105,9 @@ def _mosaic_tiles(problem: Problem, block_m: int) -> Iterator[Config]:
         for tile in tiles:
             depths = set()
             for blocks in (1,) if tile.num_warps == 8 else (1, 2, 3, 4) if small else (1, 2):
-                room = min(pallas_mosaic.SHARED_MEMORY, pallas_mosaic.SHARED_MEMORY_PER_SM // blocks - 1024)
+                room = min(mosaic_config.SHARED_MEMORY, mosaic_config.SHARED_MEMORY_PER_SM // blocks - 1024)
                 fits = (
-                    d for d in range(2, 11) if pallas_mosaic.shared_bytes(problem, tile.replace(num_stages=d)) <= room
+                    d for d in range(2, 11) if mosaic_config.shared_bytes(problem, tile.replace(num_stages=d)) <= room
                 )
                 depths |= {max(fits, default=2)}
             for num_stages in sorted(depths):

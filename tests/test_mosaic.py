@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import backends
-from backends import mosaic_rows, pallas_mosaic
+from backends import mosaic_config, mosaic_rows, pallas_mosaic
 from shared import models
 from shared.config import Config
 from shared.problem import Problem
@@ -209,7 +209,7 @@ def test_eight_tokens_are_eight_columns() -> None:
 def test_registers_leave_room_for_the_thread_blocks_that_are_launched(dtype: str, config: Config, blocks: int) -> None:
     problem = models.model("mixtral-8x7b").problem("gate-up", 64, dtype)
     code = backends.load(BACKEND).compile_only(problem, "row", config)
-    assert pallas_mosaic.blocks_per_sm(problem, config) == blocks
+    assert mosaic_config.blocks_per_sm(problem, config) == blocks
     assert code.spills == 0
     assert blocks * (32 * config.num_warps + 128) * -(-code.registers // 8) * 8 <= 65536
 
@@ -250,7 +250,7 @@ def test_whole_tiles_in_the_registers_of_one_warp_group(dtype: str, block_k: int
     assert pallas_mosaic.unsupported(problem, config) is None
     code = backends.load(BACKEND).compile_only(problem, "row", config)
     assert code.spills == 0
-    assert f"setmaxnreg.inc.sync.aligned.u32 {pallas_mosaic.COMPUTE_REGISTERS}" in code.ptx
+    assert f"setmaxnreg.inc.sync.aligned.u32 {mosaic_config.COMPUTE_REGISTERS}" in code.ptx
     depth = block_k // (32 if dtype == "fp8-w8a8" else 16)
     assert len(re.findall(r"wgmma\.mma_async\S*\.m64n160k", code.ptx)) % (2 * depth) == 0
 

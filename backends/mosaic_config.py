@@ -1,0 +1,141 @@
+"""What a config takes of an SM in the Mosaic GPU kernel: warp-groups, shared memory, registers, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from backends.mosaic_rows import tile_height
+from shared.config import Config
+from shared.problem import SCALE_BLOCK, Problem, ceil_div
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that one thread block can have on Hopper."""
+SHARED_MEMORY_PER_SM = 228 * 1024
+"""Bytes of shared memory that the thread blocks of one SM have together, 1 KiB of each taken by the system."""
+OUTPUT_ROWS = 32
+"""Rows of an output tile that are stored at once."""
+REGISTERS_OF_THREE = 160
+FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
+"""Registers of a thread. Three warp-groups that share an SM's have REGISTERS_OF_THREE each, or a few more; where those
+that multiply need more, the one that fetches gives up what it does not need."""
+SHARED_ALIGNMENT = 1024
+"""Bytes: each shared-memory array starts at a multiple of this (the period of the 128-byte swizzle)."""
+
+
+def unsupported(problem: Problem, config: Config) -> str | None:
+    """None where problem and config can be honoured; else the reason, with what is allowed."""
+    if not config.swap_ab:
+        return "config.swap_ab: got False; allowed: True (the weights are always wgmma's left operand here)"
+    if config.num_warps not in (4, 8):
+        return f"config.num_warps: got {config.num_warps}; allowed: 4, 8 (warp-groups of four warps that multiply)"
+    if config.ping_pong and config.num_warps != 8:
+        return f"config.num_warps: got {config.num_warps} with ping_pong; allowed: 8 (two warp-groups take turns)"
+    if config.ping_pong and config.split_k > 1:
+        return f"config.split_k: got {config.split_k} with ping_pong; allowed: 1 (a split is for launches of few tiles)"
+    if channels_of_group(config) < 64:
+        least = 64 * sharing_groups(config)
+        return f"config.block_n: got {config.block_n}; allowed: {least} or more with that num_warps"
+    if not 64 <= config.block_n <= 256:
+        return f"config.block_n: got {config.block_n}; allowed: 64, 128, 256 (wgmma's 64 rows; a TMA box's 256)"
+    if config.block_m > 256:
+        return f"config.block_m: got {config.block_m}; allowed: up to 256 (wgmma's columns)"
+    if config.num_stages < 2:
+        return "config.num_stages: got 1; allowed: 2 or more (one stage is read while another is filled)"
+    if config.block_k * problem.w_itemsize < 32:
+        return f"config.block_k: got {config.block_k}; allowed: {32 // problem.w_itemsize} or more (one wgmma's depth)"
+    accumulator = _accumulator_registers(config)
+    if accumulator > (allowed_registers := 160 if config.ping_pong else 128):
+        return f"config {config} needs {accumulator} accumulator registers a thread; allowed: {allowed_registers}"
+    if config.ping_pong and (registers := registers_of_thread(problem, config)) > COMPUTE_REGISTERS:
+        return f"config {config} needs {registers} registers a thread; allowed: {COMPUTE_REGISTERS}"
+    if problem.dtype == "fp8-w8a16" and config.block_n * config.block_k > 2**15:
+        return f"config {config}: block_n * block_k is {config.block_n * config.block_k}; allowed with fp8-w8a16: 32768"
+    if problem.scale_layout == "block":
+        for name, value in (("block_n", config.block_n), ("block_k", config.block_k)):
+            if value > SCALE_BLOCK:
+                return f"config.{name}: got {value}; allowed with block scales: up to {SCALE_BLOCK}, one scale per step"
+    needed = shared_bytes(problem, config)
+    if needed > SHARED_MEMORY:
+        return f"config {config} needs {needed} bytes of shared memory; allowed on Hopper: {SHARED_MEMORY}"
+    return None
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of shared memory of a thread block: the stages of x and w, the output tile, barriers of each stage."""
+    height = tile_height(problem, config)
+    arrays = (
+        config.num_stages * height * config.block_k * problem.x_itemsize,
+        config.num_stages * config.block_n * config.block_k * problem.w_itemsize,
+        math.prod(output_shape(problem, config)) * sum_dtype(problem, config).itemsize,
+    )
+    barriers = 8 * config.num_stages * (1 + warp_groups(config) // sharing_groups(config))
+    return sum(round_up(size, SHARED_ALIGNMENT) for size in arrays) + round_up(barriers, 128)
+
+
+def output_shape(problem: Problem, config: Config) -> tuple[int, int, int, int]:
+    """Shared memory through which warp-groups store what they have of a tile: (warp-groups, slots, rows, channels).
+
+    Tall tiles pass through two slots of OUTPUT_ROWS rows in turn; the memory serves as stages instead.
+    """
+    height = tile_height(problem, config)
+    slots, rows = (1, height) if height <= OUTPUT_ROWS else (2, OUTPUT_ROWS)
+    return warp_groups(config), slots, rows, channels_of_group(config)
+
+
+def blocks_per_sm(problem: Problem, config: Config) -> int:
+    """Thread blocks that fit an SM's shared memory and registers, 4 at most; num_stages decides.
+
+    Several hide each other's latencies: one widens weights or stores its tile while another multiplies. Registers are
+    estimated, from above (`tests/test_compile_only.py` holds the estimate to what is compiled).
+    """
+    by_memory = SHARED_MEMORY_PER_SM // (shared_bytes(problem, config) + 1024)
+    registers = min(255, registers_of_thread(problem, config))
+    if config.num_warps == 8 and registers > REGISTERS_OF_THREE:
+        return 1
+    by_registers = 65536 // ((32 * config.num_warps + 128) * round_up(registers, 8))
+    return max(1, min(4, by_memory, by_registers))
+
+
+def registers_of_thread(problem: Problem, config: Config) -> int:
+    """Registers of a thread: its part of the sums, of the widened weights, and what addresses take."""
+    widened = channels_of_group(config) * config.block_k // 256 if problem.dtype == "fp8-w8a16" else 0
+    # With block scales a step's sums stand beside the total: counted for whole tiles, which they may make too large.
+    sums = 2 if config.ping_pong and problem.scale_layout == "block" else 1
+    return 40 + sums * _accumulator_registers(config) + widened
+
+
+def _accumulator_registers(config: Config) -> int:
+    """Of a thread of the warp-groups that multiply."""
+    return channels_of_group(config) * config.block_m // 128
+
+
+def sum_dtype(problem: Problem, config: Config) -> jnp.dtype:
+    """dtype of an output tile as the kernel stores it: float32 for parts of K that are rounded after they are added."""
+    rounds = config.parts(problem.k) == 1 or config.reduction == "atomic"
+    return jnp.dtype(problem.activation if rounds else "float32")
+
+
+def heights_up_to(last: int) -> list[int]:
+    """Rows of x that a tile may multiply, rising to `last`: a tile takes the least that has all its slots."""
+    return [h for h in (8, 16, 32, 64, 96, 128, 192) if h < last] + [last]
+
+
+def warp_groups(config: Config) -> int:
+    """Warp-groups of a thread block that multiply; one more fetches."""
+    return config.num_warps // 4
+
+
+def sharing_groups(config: Config) -> int:
+    """Warp-groups that multiply one tile, each a share of its channels."""
+    return 1 if config.ping_pong else warp_groups(config)
+
+
+def channels_of_group(config: Config) -> int:
+    """Channels of a tile that one warp-group multiplies."""
+    return config.block_n // sharing_groups(config)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return ceil_div(value, multiple) * multiple
