@@ -237,8 +237,8 @@ def launch(
 
     with cells_cli.refusals():
         rows = cells_cli.rows(
-            source, out, file=FILE, keyword=keyword, ids=[cell.id for cell in cells(rehearse=rehearse)], clock=clock, rehearse=rehearse, measure=measure,
-            read=read,
+            source, out, file=FILE, keyword=keyword, ids=[cell.id for cell in cells(rehearse=rehearse)],
+            clock=clock, rehearse=rehearse, measure=measure, read=read,
         )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(rows))

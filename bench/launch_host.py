@@ -1,4 +1,4 @@
-"""What the host's clock times of a call, for `bench.launch_cost`: until its result is there, and its parts on the host."""
+"""What the host's clock times of a call, for `bench.launch_cost`: until its result is there, and its parts."""
 
 from __future__ import annotations
 

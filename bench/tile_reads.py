@@ -204,8 +204,8 @@ def tile_reads(
 
     with cells_cli.refusals():
         rows = cells_cli.rows(
-            source, out, file=FILE, keyword=keyword, ids=[_id(row) for row in cells(rehearse=rehearse)], clock=clock, rehearse=rehearse, measure=measure,
-            read=read,
+            source, out, file=FILE, keyword=keyword, ids=[_id(row) for row in cells(rehearse=rehearse)],
+            clock=clock, rehearse=rehearse, measure=measure, read=read,
         )  # fmt: skip
     typer.echo(json.dumps(rows)) if as_json else print_table(
         table(rows), "µs above the bytes' time at the read ceiling"

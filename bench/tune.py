@@ -384,7 +384,7 @@ def tune(
         list[str] | None, typer.Option("--model", help="may be repeated (default: every model of the comparison)")
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="only rows whose id contains this, letter by letter; may be repeated")
+        list[str] | None, typer.Option(help="only rows whose id contains this text; may be repeated")
     ] = None,
     order: Annotated[str, typer.Option(help="tile order that the candidates are timed in")] = "column",
     out: Annotated[Path, typer.Option(help="JSON lines; one that exists is gone on with")] = Path("tune.jsonl"),

@@ -296,8 +296,8 @@ def variants(
         for one in name or ():
             check_name("--variant", one, tuple(VARIANTS))
         rows = cells_cli.rows(
-            source, out, file=FILE, keyword=keyword, ids=map(_id, _each(order, names, rehearse=rehearse)), clock=clock, rehearse=rehearse, measure=measure,
-            read=read,
+            source, out, file=FILE, keyword=keyword, ids=map(_id, _each(order, names, rehearse=rehearse)),
+            clock=clock, rehearse=rehearse, measure=measure, read=read,
         )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(rows))
