@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from bench import evidence_cli, launch_cost, results, tile_reads, tune, variants
+from bench import evidence_cli, launch_cost, results, selection, tile_reads, tune, variants
 from bench.cases import SETS, check_routing, check_shard
 from bench.fuzz import command as fuzz_command
 from bench.machine import has_gpu, without_gpu_jax_stays_on_the_cpu
@@ -71,7 +71,7 @@ def compare(
     which: Annotated[str, typer.Option("--set", help="default, full, or targets (what `targets` judges)")] = "default",
     full: Annotated[bool, typer.Option("--full", help="--set full: every model, GEMM, batch, dtype, order")] = False,
     shard: Annotated[str, typer.Option(help="I/N: the I-th of N parts of the set, for N GPUs side by side")] = "1/1",
-    keyword: Annotated[str, typer.Option("-k", help="pytest's expression over ids: 'mixtral and fp16'")] = "",
+    keyword: selection.Keyword = "",
     rounds: Annotated[int | None, typer.Option(help="samples per benchmark (default 30; targets: at most 20)")] = None,
     warm: Annotated[bool, typer.Option("--warm", help="do not flush L2")] = False,
     routing: Annotated[str, typer.Option(help="uniform, zipf-EXPONENT, one-expert, or a .npy file")] = "uniform",
@@ -98,6 +98,7 @@ def compare(
             raise ArgumentError("--set: got targets beside --full; allowed: one of them")
         which = "full" if full else which
         check_shard(shard, which)
+        selection.matcher(keyword)
         if rounds is not None and rounds < 1:
             raise ArgumentError(f"--rounds: got {rounds}; allowed: 1 or more")
     except ArgumentError as error:
@@ -120,7 +121,9 @@ def compare(
     command += ["-k", keyword] if keyword else []
     command += [f"--{name}" for name, on in (("warm", warm), ("rehearse", rehearse)) if on]
     code = _run(command, quiet=as_json)
-    if code == _USAGE_ERROR or not path.exists():
+    if code == _USAGE_ERROR:
+        raise typer.Exit(2)
+    if not path.exists():
         raise typer.Exit(code or 1)
     _print_tables([path], as_json)
     raise typer.Exit(code)

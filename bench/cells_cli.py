@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from bench import results
+from bench import results, selection
 from shared.checks import ArgumentError
 
 Seconds = Annotated[float, typer.Option(help="start no further cell after so many seconds; run again to go on")]
@@ -42,6 +42,8 @@ def rows(
     out: Path | None,
     *,
     file: str,
+    keyword: str,
+    ids: Iterable[str],
     clock: str,
     rehearse: bool,
     measure: Callable[[Path, Any], object],
@@ -49,20 +51,24 @@ def rows(
 ) -> list[dict[str, Any]]:
     """`read` of the file `source`; without one, of `out` or this GPU's `file`, once `measure(path, device)` is done.
 
-    Raises ArgumentError where there is no such file, or no GPU and no rehearsal, or a rehearsal without a file.
+    keyword: -k, of the rows to print from `source`, or of `ids`, those that there are to measure.
+    Raises ArgumentError where -k selects nothing, before anything is measured; where there is no such file, or no GPU
+    and no rehearsal, or a rehearsal without a file.
     """
     from bench.machine import Machine, Rehearsal, gpu_key, smi
 
     if source is not None and not source.exists():
         raise ArgumentError(f"--from: got {source}, which does not exist; allowed: a file of this command")
-    if source is None:
-        gpu = smi(("name",)).get("name")
-        if rehearse and out is None:
-            raise ArgumentError("--out: got none with --rehearse; allowed: a file, as these times mean nothing")
-        if gpu is None and not rehearse:
-            raise ArgumentError(
-                "no NVIDIA GPU here: times need one; --rehearse walks through on the CPU, --from prints a file"
-            )
-        source = out or results.RESULTS / gpu_key(str(gpu)) / file
-        measure(source, Rehearsal() if rehearse else Machine(clock))
-    return read(source)
+    if source is not None:
+        return selection.select(read(source), keyword, lambda row: row["id"]) if keyword else read(source)
+    selection.select(ids, keyword, str)
+    gpu = smi(("name",)).get("name")
+    if rehearse and out is None:
+        raise ArgumentError("--out: got none with --rehearse; allowed: a file, as these times mean nothing")
+    if gpu is None and not rehearse:
+        raise ArgumentError(
+            "no NVIDIA GPU here: times need one; --rehearse walks through on the CPU, --from prints a file"
+        )
+    path = out or results.RESULTS / gpu_key(str(gpu)) / file
+    measure(path, Rehearsal() if rehearse else Machine(clock))
+    return read(path)

@@ -17,7 +17,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import published, results, watch
+from bench import published, results, selection, watch
 from bench.cases import PARAMETERS, SETS, Case, Row, check_routing, check_shard, order_pairs, rows
 from bench.clock import CLOCKS, ClockError
 from bench.data import BatchCache, Data, DataCache, build, build_batches
@@ -170,6 +170,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [item for item in items if item.path.parent != Path(__file__).parent]
     if _for_targets(config):  # a test without rows is still an item, with nothing in it
         ours = [item for item in ours if getattr(item, "originalname", "") == "test_kernel_time"]
+    if config.option.keyword and not ours and not others:
+        ids = [row.id for row in rows(_which(config), _shard(config))]
+        raise pytest.UsageError(str(selection.nothing("-k", config.option.keyword, ids)))
     left = _routed(config, _not_measured(config, ours))
     if dropped := [item for item in ours if item not in left]:
         config.hook.pytest_deselected(items=dropped)

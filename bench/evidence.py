@@ -14,6 +14,7 @@ from bench import (
     article,
     checked,
     launch_cost,
+    launch_tables,
     locality,
     matrix_unit,
     performance,
@@ -95,7 +96,7 @@ BLOCKS: dict[str, Callable[[Path, Found], str]] = {
     "one-sign": _one_sign,
     **performance.BLOCKS,
     **checked.BLOCKS,
-    "launch-cost": lambda folder, found: launch_cost.tables(launch_cost.read(folder / launch_cost.FILE)),
+    "launch-cost": lambda folder, found: launch_tables.tables(launch_cost.read(folder / launch_cost.FILE)),
     "tile-reads": lambda folder, found: tile_read_tables.block(tile_read_tables.read(folder / tile_read_tables.FILE)),
     "variants": lambda folder, found: variant_tables.block(variant_tables.read(folder / variant_tables.FILE)),
 }

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench import cells_cli
+from bench import cells_cli, selection
 from bench.predict import predict
 from bench.terminal import print_table
 from shared.checks import ArgumentError
@@ -65,7 +65,7 @@ def reads(
 
 def locality(
     seconds: cells_cli.Seconds = 540,
-    keyword: Annotated[str, typer.Option("-k", help="only cells whose id contains this")] = "",
+    keyword: selection.Keyword = "",
     out: Annotated[Path | None, typer.Option(help="folder to write to; default: this GPU's in bench/results")] = None,
     with_counters: Annotated[bool, typer.Option("--counters/--no-counters", help="read counters too, with ncu")] = True,
     clock: cells_cli.ClockName = "cupti",
@@ -78,6 +78,8 @@ def locality(
     from bench.machine import Machine, gpu_key, smi
 
     say = cells_cli.say
+    with cells_cli.refusals():
+        cells.selected(keyword)  # for its refusal, before anything is measured
     gpu = smi(("name",)).get("name")
     if gpu is None:
         say("No NVIDIA GPU here: what follows was measured elsewhere. `python -m bench predict` needs none.")

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import pairs, results
+from bench import pairs, results, selection
 from bench.cache_points import tile
 from bench.cases import Case, Row
 from shared.config import REDUCTIONS, Config
@@ -152,12 +152,17 @@ def _cells() -> Iterator[Cell]:
         yield Cell(Case(model("deepseek-v3"), "gate-up", 1), dtype, "pallas-mosaic", question="split-k")
 
 
+def selected(keyword: str) -> list[Cell]:
+    """The cells that -k selects. Raises ArgumentError where there is none."""
+    return selection.select(cells(), keyword, lambda cell: cell.id)
+
+
 def run(
     out: Path, device: Any, *, seconds: float, say: Callable[[str], None], keyword: str = "", rounds: int = ROUNDS
 ) -> bool:
     """Measure the cells that `out` lacks, one JSON line each; False where `seconds` ended before the last of them.
 
-    keyword: only cells whose id contains it.
+    keyword: -k, of the cells that are wanted.
     """
     from bench import data as bench_data
     from bench.machine import versions
@@ -168,7 +173,7 @@ def run(
     known = {cell["id"] for cell in had}
     if kept := sources_told([cell for cell in had if cell.get("sources") != results.sources()]):
         say(f"{out}: cells by other sources than the present ones, or by unrecorded ones, are kept; {kept}")
-    missing = [cell for cell in cells() if cell.id not in known and keyword in cell.id]
+    missing = [cell for cell in selected(keyword) if cell.id not in known]
     ceilings = device.ceilings() if missing else {}
     layer: tuple[object, ...] | None = None
     weights: bench_data.Data | None = None

@@ -20,11 +20,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from bench import cells_cli, reads, results
+from bench import cells_cli, reads, results, selection
 from bench.cases import _TINY, Case, Row
 from bench.terminal import print_table
 from bench.tile_read_launch import STEPS, Reader
@@ -73,7 +73,7 @@ def run(
 ) -> bool:
     """Measure the cells that `out` lacks or has of other sources or versions; whether all are done.
 
-    seconds: start no cell after so many.
+    seconds: start no cell after so many. keyword: -k, of the cells that are wanted.
     """
     from bench import data as bench_data
     from bench.machine import versions
@@ -81,7 +81,8 @@ def run(
     results.end_at_a_line(out)
     where = {"gpu": device.gpu, "versions": versions(), "sources": sources()}
     known = {row["id"] for row in read(out) if all(row.get(key) == value for key, value in where.items())}
-    wanted = [row for row in cells(rehearse=rehearse) if keyword in _id(row) and _id(row) not in known]
+    chosen = selection.select(cells(rehearse=rehearse), keyword, _id)
+    wanted = [row for row in chosen if _id(row) not in known]
     cache = bench_data.BatchCache(lambda *key: bench_data.build_batches(*key, device=device.torch_device), wanted)
     begun = time.monotonic()
     for row in wanted:
@@ -188,7 +189,7 @@ def add_to(app: typer.Typer) -> None:
 
 def tile_reads(
     seconds: cells_cli.Seconds = 540,
-    keyword: Annotated[str, typer.Option("-k", help="only cells whose id contains this")] = "",
+    keyword: selection.Keyword = "",
     out: cells_cli.Out = None,
     clock: cells_cli.ClockName = "cupti",
     source: cells_cli.Source = None,
@@ -202,7 +203,10 @@ def tile_reads(
         run(path, device, seconds=seconds, keyword=keyword, say=cells_cli.say, rehearse=rehearse)
 
     with cells_cli.refusals():
-        rows = cells_cli.rows(source, out, file=FILE, clock=clock, rehearse=rehearse, measure=measure, read=read)
+        rows = cells_cli.rows(
+            source, out, file=FILE, keyword=keyword, ids=[_id(row) for row in cells(rehearse=rehearse)],
+            clock=clock, rehearse=rehearse, measure=measure, read=read,
+        )  # fmt: skip
     typer.echo(json.dumps(rows)) if as_json else print_table(
         table(rows), "µs above the bytes' time at the read ceiling"
     )

@@ -24,7 +24,7 @@ import typer
 
 from backends import tuning
 from backends.triton_launch import tail_rows
-from bench import prune
+from bench import prune, selection
 from bench.candidates import candidates, near
 from bench.cases import DEFAULT_DTYPES, Row, cases, check_shard
 from bench.clock import CLOCKS, ClockError
@@ -189,8 +189,12 @@ def jobs(
     """The rows that are asked for of the targets set's layers, each with all its batches; models None: of every model.
 
     Those of one layer and dtype together, as they share the weights. shard: as in `bench.cases.cases`.
+    Raises ArgumentError where there is none.
     """
-    chosen = [case for case in cases("targets", shard) if not models or case.model.name in models]
+    every = cases("targets", shard)
+    chosen = [case for case in every if not models or case.model.name in models]
+    if not chosen:
+        raise selection.nothing("--model", models, [case.name for case in every])
     layers = dict.fromkeys((case.model, case.gemm) for case in chosen)
     rows = [
         Row(case, dtype, order, backend)
@@ -200,7 +204,10 @@ def jobs(
         if (case.model, case.gemm) == layer
         for backend in backends
     ]
-    return [row for row in rows if any(part in row.id for part in only)]
+    found = [row for row in rows if any(part in row.id for part in only)]
+    if not found:
+        raise selection.nothing("--only", only, [row.id for row in rows])
+    return found
 
 
 def has_entry(row: Row, gpu: str) -> bool:
@@ -376,7 +383,9 @@ def tune(
     model_name: Annotated[
         list[str] | None, typer.Option("--model", help="may be repeated (default: every model of the comparison)")
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="only rows whose id contains one of these")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="only rows whose id contains this text; may be repeated")
+    ] = None,
     order: Annotated[str, typer.Option(help="tile order that the candidates are timed in")] = "column",
     out: Annotated[Path, typer.Option(help="JSON lines; one that exists is gone on with")] = Path("tune.jsonl"),
     seconds: Annotated[float, typer.Option(help="start no case after this many seconds")] = 540,
@@ -431,6 +440,7 @@ def tune(
         if export_to is not None:
             _export(export_to, gpu)
             return
+        jobs(chosen.backend, chosen.dtype, chosen.only, order, model_name, chosen.shard)  # refuses what selects none
         if not has_gpu():
             raise ArgumentError("no NVIDIA GPU that PyTorch can use: `python -m bench doctor` says what is missing")
         run(chosen)

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from backends.triton_launch import tail_rows
-from bench import cells_cli, results
+from bench import cells_cli, results, selection
 from bench.cases import _TINY, DEFAULT_DTYPES, Case, Row
 from bench.terminal import print_table
 from bench.variant_launch import ORDERS, VARIANTS, Variant, moe_gemm, unsupported
@@ -119,13 +119,23 @@ def _fitting(problem: Problem, name: str, config: Config) -> Config | None:
     return config
 
 
+def _each(order: str, names: Sequence[str], *, rehearse: bool) -> list[tuple[Cell, str]]:
+    return [(cell, name) for cell in cells(order, rehearse=rehearse) for name in names]
+
+
+def _id(of: tuple[Cell, str]) -> str:
+    cell, name = of
+    return cell.row(name).id
+
+
 def run(
     out: Path, device: Any, *, seconds: float, say: Callable[[str], None], keyword: str = "", order: str = "column",
     names: Sequence[str] = tuple(VARIANTS), rehearse: bool = False,
 ) -> bool:  # fmt: skip
     """Measure what `out` lacks or has of other sources or versions; whether all is done.
 
-    seconds: start no cell after so many. names: variants that are wanted; base is measured with each cell.
+    seconds: start no cell after so many. names: variants that are wanted, keyword: -k, which of those; base is
+    measured with each cell.
     """
     from bench import data as bench_data
     from bench.machine import versions
@@ -133,11 +143,10 @@ def run(
     results.end_at_a_line(out)
     where = {"gpu": device.gpu, "versions": versions(), "sources": sources()}
     known = {row["id"] for row in read(out) if all(row.get(key) == value for key, value in where.items())}
-    wanted = {
-        cell: [name for name in names if keyword in cell.row(name).id and cell.row(name).id not in known]
-        for cell in cells(order, rehearse=rehearse)
-    }
-    wanted = {cell: left for cell, left in wanted.items() if left}
+    wanted: dict[Cell, list[str]] = {}
+    for cell, name in selection.select(_each(order, names, rehearse=rehearse), keyword, _id):
+        if _id((cell, name)) not in known:
+            wanted.setdefault(cell, []).append(name)
     cache = bench_data.BatchCache(
         lambda *key: bench_data.build_batches(*key, device=device.torch_device), [cell.row(BASE) for cell in wanted]
     )
@@ -264,7 +273,7 @@ def add_to(app: typer.Typer) -> None:
 
 def variants(
     seconds: cells_cli.Seconds = 540,
-    keyword: Annotated[str, typer.Option("-k", help="only variants of cells whose id contains this")] = "",
+    keyword: selection.Keyword = "",
     name: Annotated[list[str] | None, typer.Option("--variant", help="may be repeated (default: all)")] = None,
     order: Annotated[str, typer.Option(help="row or column")] = "column",
     out: cells_cli.Out = None,
@@ -276,15 +285,20 @@ def variants(
     """The Triton kernel with TMA, as a persistent kernel, and with warp specialisation, beside the shipped one."""
     import json
 
+    names = name or tuple(VARIANTS)
+
     def measure(path: Path, device: Any) -> None:
         run(path, device, seconds=seconds, say=cells_cli.say, keyword=keyword, order=order,
-            names=name or tuple(VARIANTS), rehearse=rehearse)  # fmt: skip
+            names=names, rehearse=rehearse)  # fmt: skip
 
     with cells_cli.refusals():
         check_name("--order", order, ORDERS)
         for one in name or ():
             check_name("--variant", one, tuple(VARIANTS))
-        rows = cells_cli.rows(source, out, file=FILE, clock=clock, rehearse=rehearse, measure=measure, read=read)
+        rows = cells_cli.rows(
+            source, out, file=FILE, keyword=keyword, ids=map(_id, _each(order, names, rehearse=rehearse)),
+            clock=clock, rehearse=rehearse, measure=measure, read=read,
+        )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(rows))
         return

@@ -275,18 +275,18 @@ def test_the_launch_report_times_the_parts_of_such_a_call(
     """The door around a backend that does nothing, and the backend's part alone; calls behind them are as before."""
     from types import SimpleNamespace
 
-    from bench import contenders, launch_cost
+    from bench import contenders, launch_host, launch_tables
 
     given = drawn()
     door(**given)
     launched = len(driver.launched)
     monkeypatch.setattr(contenders, "wait", lambda *_: None)
-    monkeypatch.setattr(launch_cost, "ROUNDS", 1)
-    monkeypatch.setattr(launch_cost, "IN_A_ROW", 2)
+    monkeypatch.setattr(launch_host, "ROUNDS", 1)
+    monkeypatch.setattr(launch_host, "IN_A_ROW", 2)
     device = SimpleNamespace(interpret=False, synchronize=lambda: None)
-    cell: Any = SimpleNamespace(backend="torch-triton")
-    parts = launch_cost._host_parts(cell, SimpleNamespace(framework="torch", eager=lambda: door(**given)), device)
-    assert set(parts) == set(launch_cost.PARTS)
+    contender = SimpleNamespace(framework="torch", eager=lambda: door(**given))
+    parts = launch_host.parts("torch-triton", contender, device)
+    assert set(parts) == set(launch_tables.PARTS)
     kernels = len(driver.launched) - launched
     assert kernels == 2 * (1 + 2 + 2), "one call, two of the backend's part, two of its launches"
     door(**given)

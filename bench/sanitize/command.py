@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from backends.registry import BACKENDS
+from bench import selection
 from shared.checks import ArgumentError, check_name
 
 
@@ -22,7 +23,7 @@ def sanitize(
         list[str] | None, typer.Option(help="memcheck, racecheck, initcheck, synccheck; default: all")
     ] = None,
     backend: Annotated[list[str] | None, typer.Option(help="by name; default: all")] = None,
-    keyword: Annotated[str, typer.Option("-k", help="expression over ids: 'ragged and not bf16'")] = "",
+    keyword: selection.Keyword = "",
     full: Annotated[bool, typer.Option("--full", help="every variant under every tool, not memcheck alone")] = False,
     jobs: Annotated[int, typer.Option(help="processes at once")] = max(1, min(8, (os.cpu_count() or 2) // 2)),
     timeout: Annotated[float, typer.Option(help="seconds after which a process is stopped")] = 400,
@@ -41,7 +42,7 @@ def sanitize(
             check_name("--tool", name, matrix.TOOLS)
         for name in backends:
             check_name("--backend", name, BACKENDS)
-        matrix.matcher(keyword)
+        matrix.selected(tools, backends, keyword, full=full)  # for its refusal, before anything runs
     except ArgumentError as error:
         fail(str(error))
     path = sanitizer.executable()

@@ -9,17 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from bench import selection
 from shared import config as configs
 from shared import fp8, reference
-from shared.checks import ArgumentError
 from shared.config import Config
 from shared.orders import ORDERS
 from shared.problem import Problem, ScaleLayout
@@ -163,26 +162,20 @@ def covering(backend: str) -> list[Variant]:
     return found
 
 
-def selected(tool: str, backends: Iterable[str], keyword: str, *, full: bool) -> list[Variant]:
-    """What a tool runs. Raises ArgumentError for a keyword that is no expression."""
-    matches = matcher(keyword)
-    choose = variants if full or tool == "memcheck" else covering
-    return [v for backend in backends for v in choose(backend) if matches(f"{tool}/{v.id}")]
-
-
-def matcher(keyword: str) -> Callable[[str], bool]:
-    """pytest's -k over ids: words, and, or, not, parentheses."""
-    words = re.findall(r"[()]|[^\s()]+", keyword)
-
-    def matches(name: str) -> bool:
-        terms = [word if word in ("and", "or", "not", "(", ")") else str(word in name) for word in words]
-        return not words or bool(eval(" ".join(terms), {"__builtins__": {}}))  # True, False and the five words alone
-
-    try:
-        matches("")
-    except SyntaxError as error:
-        raise ArgumentError(f"-k: got {keyword!r}; allowed: words with and, or, not and parentheses") from error
-    return matches
+def selected(
+    tools: Iterable[str], backends: Sequence[str], keyword: str, *, full: bool = False
+) -> dict[str, list[Variant]]:
+    """{tool: what it runs}. Raises ArgumentError where -k, over "tool/id", selects nothing for any of them."""
+    every = [
+        (tool, v)
+        for tool in dict.fromkeys(tools)
+        for backend in backends
+        for v in (variants if full or tool == "memcheck" else covering)(backend)
+    ]
+    found: dict[str, list[Variant]] = {tool: [] for tool, _ in every}
+    for tool, v in selection.select(every, keyword, lambda one: f"{one[0]}/{one[1].id}"):
+        found[tool].append(v)
+    return found
 
 
 @functools.lru_cache(maxsize=4)

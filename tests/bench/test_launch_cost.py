@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench import evidence, launch_cost
+from bench import evidence, launch_cost, launch_host, launch_step, launch_tables
 from bench.__main__ import app
 from bench.clock import KernelRecord
 from bench.machine import Rehearsal
@@ -24,7 +24,7 @@ def test_rehearsal_measures_everything_and_is_gone_on_with(tmp_path: Path, monke
     assert launch_cost.run(out, Rehearsal(), **options)
     (row,) = launch_cost.read(out)
     assert row["id"] == "tiny/gate-up/tp1/tokens-4/fp16/pallas-triton"
-    assert set(row["us"]) == set(launch_cost.COLUMNS)
+    assert set(row["us"]) == set(launch_tables.COLUMNS)
     assert all(row["us"][name] > 0 for name in ("kernel", "latency", "issued", "steady", "captured", "layer"))
     assert row["us"]["gaps"] is None, "the host's clock knows no gaps"
     assert row["us"]["layer_overhead"] == pytest.approx(row["us"]["layer"] - row["us"]["layer_kernel"], abs=0.02)
@@ -55,7 +55,7 @@ def test_a_cell_that_fails_is_told_and_the_others_go_on(tmp_path: Path, monkeypa
     bad, good = launch_cost.read(out)
     assert bad["failed"] == "RuntimeError: out of luck"
     assert good["us"] == {"kernel": 1.0}
-    assert "RuntimeError: out of luck" in launch_cost.tables([bad, good])
+    assert "RuntimeError: out of luck" in launch_tables.tables([bad, good])
 
 
 def test_gaps_and_names_come_from_the_records() -> None:
@@ -86,7 +86,7 @@ def test_every_layer_of_a_step_has_its_own_inputs() -> None:
     from bench.cases import Case
 
     data = bench_data.build(Case(TINY, "gate-up", 4), "fp8-w8a8", "channel", device="cpu")
-    layers, copies = launch_cost._layers(SimpleNamespace(framework="torch"), data, Rehearsal(), 3)
+    layers, copies = launch_step.layers(SimpleNamespace(framework="torch"), data, Rehearsal(), 3)
     assert copies == 2
     assert [layer.arguments[1].data_ptr() for layer in layers][::2] == [layers[0].arguments[1].data_ptr()] * 2
     pointers = [[array.data_ptr() for array in layer.arguments] for layer in layers]
@@ -97,10 +97,10 @@ def test_every_layer_of_a_step_has_its_own_inputs() -> None:
 
 def test_a_step_has_as_many_layers_as_the_model() -> None:
     of = {cell.case.model.name: cell.case.model for cell in launch_cost.cells()}
-    told = {name: launch_cost.layers_of_a_step(model, "torch") for name, model in of.items()}
+    told = {name: launch_step.layers_of_a_step(model, "torch") for name, model in of.items()}
     assert told == {"qwen3-30b-a3b": 48, "mixtral-8x7b": 32, "deepseek-v3": 58}
-    assert {launch_cost.layers_of_a_step(model, "jax") for model in of.values()} == {launch_cost.JAX_LAYERS}
-    assert f"or of {launch_cost.JAX_LAYERS} inside one `jax.jit`" in NOTE.read_text()
+    assert {launch_step.layers_of_a_step(model, "jax") for model in of.values()} == {launch_step.JAX_LAYERS}
+    assert f"or of {launch_step.JAX_LAYERS} inside one `jax.jit`" in NOTE.read_text()
 
 
 def test_a_step_is_recorded_and_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,11 +124,12 @@ def test_a_step_is_recorded_and_timed_in_turns(monkeypatch: pytest.MonkeyPatch) 
     def latency(contender: Any, device: Any, call: Any, *, flush: bool = True) -> float:
         return 110.0 if flush else next(step_times)
 
-    for name, instead in {
-        "_recorded": recorded, "_latency": latency, "_layers": lambda *_: ([object()] * 2, 2),
-        "_in_a_row": lambda *_: (1.0, 2.0), "_host_parts": lambda *_: {}, "_step_torch": lambda *_: lambda: None,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(launch_cost, name, instead)
+    monkeypatch.setattr(launch_cost, "_recorded", recorded)
+    monkeypatch.setattr(launch_host, "latency", latency)
+    monkeypatch.setattr(launch_host, "in_a_row", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr(launch_host, "parts", lambda *_: {})
+    monkeypatch.setattr(launch_step, "layers", lambda *_: ([object()] * 2, 2))
+    monkeypatch.setattr(launch_step, "in_cuda_graph", lambda *_: lambda: None)
     monkeypatch.setattr(launch_cost.dataclasses, "asdict", lambda config: {})
     monkeypatch.setattr(contenders, "prepare", lambda *_: contender)
     monkeypatch.setattr(contenders, "capture", lambda *_: None)

@@ -1,0 +1,70 @@
+"""The tables of notes/launch-cost.md, of what `bench.launch_cost` measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.terminal import Table
+
+COLUMNS = {
+    "kernel": "kernel", "gpu_total": "GPU total", "latency": "eager, one call", "issued": "eager, host",
+    "steady": "eager, in a row", "captured": "captured, one call", "gaps": "gaps in it",
+    "layer_kernel": "kernel in a step", "layer": "layer of a step", "layer_overhead": "layer − kernel",
+}  # fmt: skip
+PARTS = ("door", "choice", "backend", "allocate", "launch")
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def times(rows: Sequence[dict[str, Any]]) -> Table:
+    """A line a cell: COLUMNS in µs."""
+    headings = ["case", "dtype", "backend", *COLUMNS.values()]
+    lines = []
+    for row in rows:
+        us = row.get("us", {})
+        cells_ = (
+            [row["failed"], *[""] * (len(COLUMNS) - 1)] if "failed" in row else [_shown(us.get(c)) for c in COLUMNS]
+        )
+        lines.append([row["case"], row["dtype"], row["backend"], *cells_])
+    return headings, lines
+
+
+def kernels(rows: Sequence[dict[str, Any]]) -> Table:
+    """A line a cell: what the GPU runs in one eager call, longest first."""
+    lines = []
+    for row in rows:
+        ran = sorted(row.get("kernels", {}).items(), key=lambda item: -item[1])
+        told = ", ".join(f"{name[:60]} {value:.1f}" for name, value in ran)
+        lines.append([row["case"], row["dtype"], row["backend"], told])
+    return ["case", "dtype", "backend", "kernels of one call, µs"], lines
+
+
+def host(rows: Sequence[dict[str, Any]]) -> Table:
+    """A line a cell: PARTS in µs."""
+    lines = [
+        [row["case"], row["dtype"], row["backend"], *(_shown(row["host_us"].get(part)) for part in PARTS)]
+        for row in rows
+        if "host_us" in row
+    ]
+    return ["case", "dtype", "backend", *PARTS], lines
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown of all three; kernels by name for one case alone, as they differ by backend and dtype."""
+    from bench.tables import markdown
+
+    if not rows:
+        return "Not measured yet."
+    last = rows[-1]
+    versions = ", ".join(f"{name} {last['versions'][name]}" for name in ("torch", "triton", "jax", "jax-triton"))
+    first = [row for row in rows if row["case"] == rows[0]["case"]]
+    dates = " and ".join(sorted({row["date"] for row in rows}))
+    intro = f"{last['gpu']}, {dates}; {versions}. µs."
+    parts = [
+        intro, markdown(times(rows)), "On the host, µs:", markdown(host(rows)),
+        "On the GPU, kernels by name:", markdown(kernels(first)),
+    ]  # fmt: skip
+    return "\n\n".join(parts)
