@@ -7,7 +7,9 @@ GPU's. What runs on a GPU is held by the tests of results, streams and graphs, w
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 
 import backends
 from backends import ArgumentError, DtypeError, arrays
+from shared.problem import Problem
 from tests.cases import SMALL
 from tests.test_launch_again import TRITON, Driver, drawn, driver, torch_triton, unaligned  # noqa: F401
 
@@ -93,9 +96,12 @@ def test_a_later_call_is_found_at_once_and_runs_on_its_own_arrays(
 OTHERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "x-fp16": lambda given: {"x": given["x"].half()},
     "x-rows-apart": lambda given: {"x": padded(given["x"])},
+    "x-one-row-repeated": lambda given: {"x": given["x"][:1].expand(4, 64)},
     "w-rows-apart": lambda given: {"w": padded(given["w"])},
+    "w-one-expert-repeated": lambda given: {"w": given["w"][:1].expand(3, 64, 64)},
     "fewer-tokens": lambda given: {"x": given["x"][:2], "topk_ids": given["topk_ids"][:2]},
     "ids-columns-first": lambda given: {"topk_ids": columns_first(given["topk_ids"])},
+    "ids-repeated-columns-first": lambda given: {"topk_ids": given["topk_ids"][:1].expand(4, 2)},
     "scales-columns-first": lambda given: {"w_scale": columns_first(given["w_scale"])},
     "x-unaligned": lambda given: {"x": unaligned(given["x"])},
     "w-unaligned": lambda given: {"w": unaligned(given["w"])},
@@ -131,6 +137,56 @@ def test_a_call_that_differs_is_not_taken_for_the_one_before(
         assert (ids, scales) != (other["topk_ids"].data_ptr(), other["w_scale"].data_ptr()), "read as if row by row"
 
 
+class Name(str):
+    """A name that is no plain string, as members of an Enum of strings are."""
+
+
+def test_equal_options_and_strides_of_one_element_are_the_same_call(
+    door: Call, driver: Driver, slow: list[Any]  # noqa: F811
+) -> None:  # fmt: skip
+    problem = Problem.of("fp16", tokens=1, experts=1, n=64, k=64, top_k=1)
+    given = drawn(problem)
+    odd = {"x": given["x"].as_strided((1, 64), (3, 1)), "w": given["w"].as_strided((1, 64, 64), (7, 64, 1))}
+    odd["topk_ids"] = given["topk_ids"].as_strided((1, 1), (9, 4))  # type: ignore[union-attr]
+    door(**given, mode="fp16")
+    door(**given | odd, mode=Name("fp16"), order=Name("row"), backend=Name("torch-triton"), config=SMALL.replace())
+    assert len(slow) == 1
+    numbers = [[value for value in launch[3] if not isinstance(value, torch.Tensor)] for launch in driver.launched]
+    assert all(after[-len(before) :] == before for before, after in zip(numbers[:2], numbers[2:], strict=True))
+
+
+def test_what_pytorch_is_set_to_does_not_change_a_later_call(
+    door: Call, driver: Driver, slow: list[Any]  # noqa: F811
+) -> None:  # fmt: skip
+    """Where tensors are made by default, deterministic algorithms, autocast, inference."""
+    given = drawn()
+    door(**given)
+    with torch.inference_mode():
+        assert door(**given).is_inference()
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert door(**given).dtype == torch.bfloat16
+    with torch.device("meta"):
+        assert door(**given).device.type == "cpu"
+    torch.use_deterministic_algorithms(True)
+    try:
+        door(**given)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(slow) == 1
+    assert driver.dispatched == 2
+
+
+def test_no_array_of_a_call_is_held_on_to(door: Call, driver: Driver) -> None:  # noqa: F811
+    given = drawn()
+    held = [weakref.ref(array) for array in given.values() if array is not None]
+    for _ in range(2):
+        held.append(weakref.ref(door(**given)))
+    given.clear()
+    driver.launched.clear()
+    gc.collect()
+    assert [reference() for reference in held] == [None] * len(held)
+
+
 def test_popularity_is_each_calls_own(door: Call, driver: Driver) -> None:  # noqa: F811
     given = drawn()
     door(**given, order="popular", popularity=torch.arange(3, dtype=torch.int32))
@@ -152,6 +208,8 @@ def test_what_is_wrong_with_a_later_call_is_said(door: Call, driver: Driver) -> 
         ({"popularity": torch.arange(3, dtype=torch.int32)}, "popularity: got"),
         ({"w": given["w"].to("meta")}, "different devices"),
         ({"w": given["w"].view(torch.uint8).numpy()}, "w"),
+        ({"topk_ids": given["topk_ids"].to_sparse()}, "topk_ids: got a tensor of layout torch.sparse_coo"),
+        ({"x": given["x"].to_sparse_csr()}, "x: got a tensor of layout torch.sparse_csr"),
         ({"order": "rows"}, "order: got 'rows'"),
         ({"order": ["row"]}, "order: got"),
         ({"config": {}}, "config: got dict"),
