@@ -7,6 +7,7 @@ GPU's. What runs on a GPU is held by the tests of results, streams and graphs, w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import threading
 import weakref
@@ -135,6 +136,59 @@ def test_a_call_that_differs_is_not_taken_for_the_one_before(
     if copied:
         ids, scales = driver.launched[-2][3][0], driver.launched[-1][3][2]
         assert (ids, scales) != (other["topk_ids"].data_ptr(), other["w_scale"].data_ptr()), "read as if row by row"
+
+
+@pytest.mark.parametrize("name", ["topk_ids", "w_scale", "topk_weight", "popularity"])
+def test_each_array_of_routing_is_looked_at_on_every_call(
+    name: str, door: Call, driver: Driver, slow: list[Any]  # noqa: F811
+) -> None:  # fmt: skip
+    """Behind a call with all of them: another dtype, device, shape, stride or alignment of any one."""
+    given = drawn() | {"topk_weight": torch.ones(4, 2), "popularity": torch.arange(3, dtype=torch.int32)}
+    ordered = functools.partial(door, order="popular")
+    ordered(**given)
+    ordered(**given)
+    assert (len(slow), driver.dispatched) == (1, 2)
+    array = given[name]
+    assert array is not None
+    for wrong, says in (
+        (array.double(), f"{name}: got dtype float64"),
+        (array.to("meta"), "different devices"),
+        (torch.cat([array, array]), f"{name}: got"),
+        (array[None], f"{name}: got"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            ordered(**given | {name: wrong})
+    apart = torch.zeros(*array.shape, 2, dtype=array.dtype)[..., 0]
+    assert not apart.is_contiguous()
+    launched = len(driver.launched)
+    ordered(**given | {name: apart})
+    assert len(slow) == 2, "read as if row by row"
+    pointers = [value for launch in driver.launched[launched:] for value in launch[3]]
+    assert apart.data_ptr() not in pointers
+    dispatched = driver.dispatched
+    ordered(**given | {name: unaligned(array)})
+    assert driver.dispatched == dispatched + 2, "kernels for aligned pointers were used"
+    ordered(**given)
+    assert (len(slow), driver.dispatched) == (3, dispatched + 2)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "name"),
+    [
+        ("runtime", "launch_enter_hook"), ("runtime", "launch_exit_hook"), ("runtime", "add_stages_inspection_hook"),
+        ("runtime", "jit_cache_hook"), ("runtime", "debug"), ("compilation", "instrumentation_mode"),
+    ],
+)  # fmt: skip
+def test_no_kept_kernel_is_launched_while_anything_watches(
+    knobs: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    from backends import triton_again
+
+    assert triton_again.Kept("cpu").usable(0)
+    monkeypatch.setattr(getattr(triton.knobs, knobs), name, print)
+    assert not triton_again.Kept("cpu").usable(0)
 
 
 class Name(str):
