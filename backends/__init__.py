@@ -102,7 +102,7 @@ def _import_torch_op() -> Any:
     """backends.torch_op where torch has been imported, else None. Another thread may be importing either just now: the
     import statement waits until that is done, where `sys.modules` would show a module with half its names."""
     global _torch_op
-    if "torch" not in sys.modules:
+    if sys.modules.get("torch") is None:  # None itself is how an import of it is forbidden
         return None
     from backends import torch_op
 
@@ -121,7 +121,8 @@ def unrecorded(
         try:
             key = (arrays.tensors_key(*given), mode, order, config, backend)
             repeat = _repeats.get(key)
-        except (AttributeError, TypeError):  # not all are tensors, or no dictionary can look up an option
+        except (AttributeError, TypeError, RuntimeError):
+            # Not all are tensors, one is not strided, or no dictionary can look up an option: told below.
             key = None
     if repeat is not None:
         _torch_op.check_no_gradient(given)

@@ -87,6 +87,10 @@ def signature(name: str, array: Any) -> Signature:
     """Signature of one argument; DtypeError naming it where it is no array."""
     torch = imported("torch")
     if torch is not None and isinstance(array, torch.Tensor):
+        if array.layout is not torch.strided:
+            raise ArgumentError(
+                f"{name}: got a tensor of layout {array.layout}; allowed: torch.strided ({name}.to_dense() is)"
+            )
         return "torch", array.shape, array.dtype, array.stride(), array.device
     if isinstance(array, np.ndarray):
         return "numpy", array.shape, array.dtype, array.strides, None
@@ -97,13 +101,13 @@ def signature(name: str, array: Any) -> Signature:
 def signatures(names: Sequence[str], given: Sequence[Any]) -> tuple[Signature | None, ...]:
     """`signature` of each argument, None of None; plain tensors without a call each, as every eager call comes by."""
     torch = imported("torch")
-    tensor = None if torch is None else torch.Tensor
+    tensor, strided = (None, None) if torch is None else (torch.Tensor, torch.strided)
     return tuple(
         [
             None
             if a is None
             else ("torch", a.shape, a.dtype, a.stride(), a.device)
-            if type(a) is tensor
+            if type(a) is tensor and a.layout is strided
             else signature(name, a)
             for name, a in zip(names, given, strict=True)
         ]

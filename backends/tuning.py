@@ -29,12 +29,16 @@ def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
     """The config for `problem` on the GPU of that name (as its driver calls it; None: unknown).
 
     Measured entries of the same layer (`of_layer`) are taken at the number of tokens that is nearest by ratio, the
-    backend's own first where another's is as near, at most a factor of 2 away: a tile that is best for 4 tokens says
-    nothing of 2048. Without one, the entry of the nearest other shape that is near enough (`_nearest`), then the rule
-    of thumb.
+    backend's own first where another's is as near, then the one at more tokens, whose tiles hold all that an expert
+    has; at most a factor of 2 away: a tile that is best for 4 tokens says nothing of 2048. Without one, the entry of
+    the nearest other shape that is near enough (`_nearest`), then the rule of thumb.
     """
     entries = of_layer(problem, backend, gpu) if problem.tokens else []
-    nearest = min(entries, key=lambda entry: _ratio(entry["tokens"], problem.tokens), default=None)
+
+    def distance(entry: dict[str, Any]) -> tuple[float, bool, int]:
+        return _ratio(entry["tokens"], problem.tokens), entry["backend"] != backend, -entry["tokens"]
+
+    nearest = min(entries, key=distance, default=None)
     if nearest is not None and _ratio(nearest["tokens"], problem.tokens) <= 2:
         what = f"{nearest['dtype']} in {nearest['backend']} at {nearest['tokens']} tokens"
         config = Config.from_mapping(nearest["config"])

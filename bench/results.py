@@ -12,15 +12,18 @@ that was cut short goes on in its file behind a further `run` line, with RESUMED
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from shared.checks import ArgumentError
 from shared.config import Config
 
 RUNS = Path(".benchmarks/moe")
@@ -67,6 +70,25 @@ def append(path: Path, value: dict[str, Any]) -> None:
     """One JSON line behind what the file holds. The first one of a run comes after `end_at_a_line`."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(value, default=str) + "\n")
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Nobody else goes on in this file meanwhile: ArgumentError where another process does. Makes the file.
+
+    Two would measure the same, disturb each other's times, and cut or mix each other's lines.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"--out: {path} cannot be written: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ArgumentError(f"--out: another process is writing {path}; allowed: a file of one's own") from None
+        yield
 
 
 def end_at_a_line(path: Path) -> None:

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ from bench.cases import DEFAULT_DTYPES, Row, cases, check_shard
 from bench.clock import CLOCKS, ClockError
 from bench.machine import has_gpu
 from bench.prune import Spills
-from bench.results import append, differences, end_at_a_line
+from bench.results import UnusableFile, alone, append, differences, end_at_a_line, json_lines
 from shared.checks import ArgumentError, check_name
 from shared.config import Config
 from shared.models import model
@@ -41,6 +41,7 @@ PROBE_ROUNDS = 2
 """Samples of every candidate; the fastest third gets ROUNDS."""
 ROUNDS = 7
 COMPILE_THREADS = 12
+_SHAPE = ("dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")
 
 
 def tune_case(row: Row, device: Any, configs: list[Config], data: Any, spills: Spills | None = None) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def tune_case(row: Row, device: Any, configs: list[Config], data: Any, spills: S
         }
         for config in ranked
     ]
-    shape = {name: getattr(problem, name) for name in ("dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")}
+    shape = {name: getattr(problem, name) for name in _SHAPE}
     told = {
         "backend": row.contender,
         "case": row.case.name,
@@ -223,19 +224,31 @@ def configs_for(row: Row, gpu: str, near_only: bool) -> list[Config]:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Time the cases that are asked for and not in the file yet, one line each. Raises ArgumentError."""
+    from bench.machine import Machine
+
+    rows = jobs(arguments.backend, arguments.dtype, arguments.only, arguments.order, arguments.model, arguments.shard)
+    if not rows:
+        i, n = arguments.shard
+        raise ArgumentError(f"--only: got {arguments.only}, which no case of part {i} of {n} has in its id")
+    with alone(Path(arguments.out)):
+        _run(rows, arguments, Machine(arguments.clock))
+
+
+def _run(rows: list[Row], arguments: argparse.Namespace, device: Any) -> None:
     from bench import data as bench_data
-    from bench.machine import Machine, versions
+    from bench.machine import versions
 
     started = time.monotonic()
-    device = Machine(arguments.clock)
     out = Path(arguments.out)
     done = finished(out, gpu=device.gpu, versions=versions())
     layout: ScaleLayout = "channel"
     seeds = _best_of(arguments.from_best, arguments.top) if arguments.from_best else {}
-    rows = jobs(arguments.backend, arguments.dtype, arguments.only, arguments.order, arguments.model, arguments.shard)
     rows = [row for row in rows if (row.contender, row.case.name, row.dtype, row.order) not in done]
     if arguments.missing:
         rows = [row for row in rows if not has_entry(row, device.gpu)]
+    if not rows:
+        print(f"nothing to time: all cases are in {out}{' or backends/tuned/' if arguments.missing else ''}")
     cache = bench_data.BatchCache(lambda *key: bench_data.build_batches(*key, device=device.torch_device), rows)
     spills = Spills()
     try:
@@ -269,38 +282,57 @@ def progress(row: Row, entry: dict[str, Any], number: int, total: int, seconds: 
 def finished(out: Path, *, gpu: str, versions: dict[str, str | None]) -> set[tuple[str, str, str, str]]:
     """(backend, case, dtype, order) of what a file has; a last line that was cut off is taken away.
 
-    Raises ArgumentError where it was made on another GPU or with other versions: their times are not compared.
+    Raises ArgumentError where it is no tuning file, or was made on another GPU or with other versions, whose times are
+    not compared: such a file is left as it is.
     """
     if not out.exists():
         return set()
-    end_at_a_line(out)
-    entries = read(out)
     here = {"gpu": gpu, "versions": versions}
-    for entry in entries:
+    for entry in _entries(out):
         if differing := differences(entry, here, ("gpu",)):
             raise ArgumentError(f"--out: {out} was made elsewhere: {'; '.join(differing)}; allowed: another file")
-    return {(entry["backend"], entry["case"], entry["dtype"], entry.get("order", "column")) for entry in entries}
+    end_at_a_line(out)
+    return {(e["backend"], e["case"], e["dtype"], e.get("order", "column")) for e in _entries(out)}
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The entries of a tuning file; ArgumentError where it is none."""
-    try:
-        entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise ArgumentError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ArgumentError(f"{path}: not a tuning file: {error}") from error
-    if not entries or not all(isinstance(entry, dict) and "times" in entry for entry in entries):
+def read(path: Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The entries of a tuning file, but for a last line that was cut off; ArgumentError where there are none.
+
+    needed: fields that each has besides its times
+    """
+    entries = _entries(path, needed)
+    if not entries:
         raise ArgumentError(f"{path}: not a tuning file: no entries with times")
+    return entries
+
+
+_BEGINS = '{"backend": '
+"""Every line, one that was cut off too: the backend comes first in what `tune_case` returns."""
+
+
+def _entries(path: Path, needed: Sequence[str] = ("backend", "case", "dtype")) -> list[dict[str, Any]]:
+    """As `read`; [] of a file whose first case was never finished."""
+    try:
+        entries = json_lines(path, "times")
+        text = path.read_text(encoding="utf-8")
+    except UnusableFile as error:
+        raise ArgumentError(f"not a tuning file: {error}") from error
+    if not entries and not _BEGINS.startswith(text[: len(_BEGINS)]):
+        raise ArgumentError(f"{path}: not a tuning file: no entries with times")
+    for number, entry in enumerate(entries, 1):
+        if lacking := [name for name in needed if name not in entry]:
+            raise ArgumentError(f"{path}: line {number} has no {', '.join(lacking)}: not a tuning file")
     return entries
 
 
 def collect(path: Path) -> Path:
     """The best config of each finished case, into backends/tuned/<gpu>.json beside what is there already.
 
-    path: what `tune` wrote, or the cells of `locality`, of which those are taken where splitting K won.
+    path: what `tune` wrote, or the cells of `locality`, of which those are taken where splitting K won. Of a case that
+    it has twice, as two runs side by side leave it, the faster one counts; not where they are of two orders.
     """
-    entries = split_entries(path) if path.stem == "locality" else read(path)
+    keys = ("backend", *_SHAPE)
+    entries = split_entries(path) if path.stem == "locality" else read(path, (*keys, "gpu", "versions", "date"))
     if not entries:
         raise ArgumentError(f"{path}: holds nothing to collect")
     gpu = entries[0]["gpu"]
@@ -308,14 +340,22 @@ def collect(path: Path) -> Path:
         raise ArgumentError(f"{path}: has times of several GPUs: {gpu}, {', '.join(others)}; allowed: one")
     target = TUNED / f"{gpu.lower().replace(' ', '-')}.json"
     known = json.loads(target.read_text())["entries"] if target.exists() else []
-    keys = ("backend", "dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")
     merged = {tuple(entry[key] for key in keys): entry for entry in known}
+    found: dict[tuple[Any, ...], tuple[str, float]] = {}
     for entry in entries:
         # A default gives the same bits in every run: what adds up by atomics is not taken, however fast.
-        taken = [t for t in entry["times"] if Config.from_mapping(t["config"]).deterministic]
+        taken = [t for t in entry["times"] if _config(path, entry, t["config"]).deterministic]
         if taken:
-            best = taken[0]
-            merged[tuple(entry[key] for key in keys)] = {
+            best, key, order = taken[0], tuple(entry[key] for key in keys), entry.get("order", "column")
+            order_before, us_before = found.get(key, (order, float("inf")))
+            if order_before != order:
+                raise ArgumentError(
+                    f"{path}: has {key} in the orders {order_before} and {order}; allowed: a file of one order"
+                )
+            if best["us"] >= us_before:
+                continue
+            found[key] = order, best["us"]
+            merged[key] = {
                 **{key: entry[key] for key in keys},
                 "config": best["config"],
                 "us": round(best["us"], 2),
@@ -325,8 +365,18 @@ def collect(path: Path) -> Path:
                 "versions": {name: entry["versions"][name] for name in ("torch", "triton", "jax")},
             }
     body = ",\n".join(json.dumps(merged[key]) for key in sorted(merged, key=str))
-    target.write_text(f'{{"gpu": {json.dumps(gpu)}, "entries": [\n{body}\n]}}\n')
+    written = target.with_suffix(".json.new")  # an interrupt does not leave half a file in its place
+    written.write_text(f'{{"gpu": {json.dumps(gpu)}, "entries": [\n{body}\n]}}\n')
+    written.replace(target)
     return target
+
+
+def _config(path: Path, entry: dict[str, Any], config: dict[str, Any]) -> Config:
+    """The config of a time; ArgumentError, which names the entry, where a call could not be given it any more."""
+    try:
+        return Config.from_mapping(config)
+    except ArgumentError as error:
+        raise ArgumentError(f"{path}: {entry['backend']} at {entry['tokens']} tokens: {error}") from error
 
 
 def _in_one_block(times: list[dict[str, Any]]) -> dict[str, Any]:
@@ -354,13 +404,12 @@ def split_entries(path: Path) -> list[dict[str, Any]]:
             continue
         layer = dataclasses.replace(model(cell["model"]), tp=cell["tp"])
         problem = layer.problem(cell["gemm"], cell["tokens"], cell["dtype"])
-        shape = ("dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")
         config = dataclasses.asdict(win.config_better)
         matching = (c for c in cell["combos"] if Config.from_mapping(c["config"]) == win.config_better)
         us = statistics.median(next(matching)["samples_us"])
         facts = {name: cell[name] for name in ("backend", "gpu", "versions", "date")} | {"us_of": "all kernels"}
         found.append(
-            {name: getattr(problem, name) for name in shape} | facts | {"times": [{"us": us, "config": config}]}
+            {name: getattr(problem, name) for name in _SHAPE} | facts | {"times": [{"us": us, "config": config}]}
         )
     return found
 
@@ -369,7 +418,7 @@ def _best_of(path: str, top: int) -> dict[tuple[str, str], list[Config]]:
     """The fastest `top` configs per (case, dtype) of an earlier run."""
     return {
         (entry["case"], entry["dtype"]): [Config.from_mapping(t["config"]) for t in entry["times"][:top]]
-        for entry in read(Path(path))
+        for entry in read(Path(path), ("case", "dtype"))
     }
 
 

@@ -386,3 +386,11 @@ def test_choice_says_where_it_comes_from() -> None:
     far = backends.choose_config(models.model("mixtral-8x7b").problem("gate-up", 10**6, "fp16"), gpu="NVIDIA H200")
     assert far.source.startswith("rule of thumb")
     assert far.config.block_m > backends.choose_config(problem).config.block_m
+
+
+def test_where_torch_is_forbidden_the_door_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None in sys.modules is how imports are forbidden: arrays of JAX and NumPy need no torch."""
+    monkeypatch.setattr(backends, "_torch_op", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert backends._import_torch_op() is None
+    assert arrays.imported("torch") is None

@@ -59,6 +59,33 @@ def test_nearest_measured_tokens_at_most_a_factor_of_two_away(
         assert f"at {found} tokens" in choice.source
 
 
+def test_between_two_as_near_the_one_at_more_tokens_is_taken_in_any_order_of_the_file(
+    measured: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [entry for entry in tuning._entries("some-gpu") if entry["tokens"] in (1, 4)]
+    for found in (entries, entries[::-1]):
+        monkeypatch.setattr(tuning, "_entries", lambda slug, found=found: found)
+        assert backends.choose_config(measured_at(2), backend="torch-triton", gpu="Some GPU").config.group_m == 4
+
+
+def test_every_measured_config_is_one_that_backends_still_honour() -> None:
+    """At its own number of tokens, in every backend and dtype that takes it."""
+    layers = set()
+    for entry in tuning._entries("nvidia-h200"):
+        shape = {name: entry[name] for name in ("experts", "n", "k", "top_k", "tokens")}
+        problem = Problem.of(entry["dtype"], scale_layout=entry["scale_layout"] or "channel", **shape)
+        layers.add(problem)
+        refusal = backends.load(entry["backend"]).unsupported(problem, Config.from_mapping(entry["config"]))
+        assert refusal is None, entry
+    for problem in layers:
+        for dtype in ("fp16", "bf16") if problem.dtype == "fp16" else (problem.dtype,):
+            shape = {name: getattr(problem, name) for name in ("experts", "n", "k", "top_k", "tokens")}
+            same = Problem.of(dtype, scale_layout=problem.scale_layout or "channel", **shape)
+            for backend in backends.BACKENDS:
+                choice = backends.choose_config(same, backend=backend, gpu=H200)
+                assert backends.load(backend).unsupported(same, choice.config) is None, (backend, same, choice)
+
+
 def test_whose_measurement_serves_whom(measured: Problem) -> None:
     def source(backend: str, dtype: str = "fp16", gpu: str = "Some GPU") -> str:
         problem = model("mixtral-8x7b").problem("gate-up", 1, dtype)

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("typer")
 
 from backends import registry, tuning
-from bench import candidates, contenders, data, export_vllm, machine, measure, prune, tune
+from bench import candidates, contenders, data, export_vllm, machine, measure, prune, results, tune
 from bench.cases import TOKENS_FULL, Row
 from shared.checks import ArgumentError
 from shared.config import Config
@@ -324,6 +324,96 @@ def test_a_run_takes_missing_cases_near_known_ones_and_goes_on(tmp_path: Path, m
     assert [entry["case"] for entry in tune.read(given.out)] == cases
     problem = MIXTRAL.problem("gate-up", 16, "fp16")
     assert timed[f"{cases[4]}/fp16/column/torch-triton"] < len(candidates.candidates(problem, "torch-triton"))
+
+
+def told_of(order: str = "column", us: float = 2.0, **change: Any) -> dict[str, Any]:
+    """A line of a tuning file; its config says the time, in microseconds, by group_m."""
+    shape = {"dtype": "fp16", "scale_layout": None, "experts": 8, "n": 14336, "k": 4096, "top_k": 2, "tokens": 8}
+    told = {"gpu": "Some GPU", "date": "2026-11-30", "versions": {"torch": "2", "triton": "3", "jax": "0"}}
+    config = dataclasses.asdict(Config(group_m=int(us)))
+    times = {"times": [{"us": us, "config": config}]}
+    return {"backend": "torch-triton", "case": "a", "order": order, **shape, **told, **times, **change}
+
+
+def written(path: Path, *lines: dict[str, Any], end: str = "") -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
+    return path
+
+
+def test_the_collection_takes_whole_lines_and_of_a_case_twice_the_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was killed leaves half a line; two side by side leave a case twice."""
+    monkeypatch.setattr(tune, "TUNED", tmp_path)
+    half = json.dumps(told_of(tokens=16))[:99]
+    target = tune.collect(written(tmp_path / "a.jsonl", told_of(us=3), told_of(us=2), told_of(us=4), end=half))
+    (entry,) = json.loads(target.read_text())["entries"]
+    assert (entry["us"], entry["config"]["group_m"]) == (2, 2)
+    target = tune.collect(written(tmp_path / "b.jsonl", told_of(us=5)))
+    (entry,) = json.loads(target.read_text())["entries"]
+    assert entry["us"] == 5, "a later file counts, however slow: it is of the present kernels"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "some-gpu.json"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "end", "says"),
+    [
+        ([told_of(), told_of("row")], "", "in the orders column and row"),
+        ([told_of(), told_of(gpu="Other GPU")], "", "several GPUs"),
+        ([{k: v for k, v in told_of().items() if k != "date"}], "", "line 1 has no date"),
+        ([told_of(), {"times": 1}], "", "line 2 has no backend"),
+        ([told_of(times=[{"us": 1, "config": {"block_q": 1}}])], "", "torch-triton at 8 tokens.*block_q"),
+        ([], '{"backend": "tor', "no entries"),
+        ([], "", "no entries"),
+        ([], '{"backend": \n{"backend": ', "line 1 is not JSON"),
+    ],
+)
+def test_what_cannot_be_collected_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], end: str, says: str
+) -> None:
+    monkeypatch.setattr(tune, "TUNED", tmp_path)
+    with pytest.raises(ArgumentError, match=says):
+        tune.collect(written(tmp_path / "tune.jsonl", *lines, end=end))
+    assert not (tmp_path / "some-gpu.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", '{"backend": "torch-tri', '{"ba', json.dumps(told_of())])
+def test_a_run_goes_on_where_the_first_case_was_not_written_whole(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tune.jsonl"
+    path.write_text(content)
+    assert tune.finished(path, gpu="Some GPU", versions=told_of()["versions"]) == set()
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("content", ["my notes", "my notes\nwithout an end", '{"gpu": "NVIDIA H200", "entries": []}'])
+def test_a_file_of_another_kind_is_left_as_it_is(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes"
+    path.write_text(content)
+    with pytest.raises(ArgumentError, match="not a tuning file"):
+        tune.finished(path, gpu="Some GPU", versions={})
+    assert path.read_text() == content
+
+
+def test_a_file_is_one_runs_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "tune.jsonl"
+    with results.alone(path):
+        with pytest.raises(ArgumentError, match="--out: another process is writing"), results.alone(path):
+            pass
+        results.append(path, {"times": []})
+    with results.alone(path):
+        assert path.read_text() == '{"times": []}\n'
+    with pytest.raises(ArgumentError, match=r"--out: .* cannot be written"), results.alone(tmp_path):
+        pass
+
+
+def test_a_run_of_nothing_says_so(tmp_path: Path) -> None:
+    given = types.SimpleNamespace(
+        backend=["torch-triton"], dtype=["fp16"], only=["mixtrel"], order="column", model=None, shard=(2, 2),
+        out=tmp_path / "tune.jsonl",
+    )  # fmt: skip
+    with pytest.raises(ArgumentError, match=r"--only: got \['mixtrel'\], which no case of part 2 of 2 has"):
+        tune.run(given)  # type: ignore[arg-type]
+    assert not given.out.exists()
 
 
 def test_an_interrupted_run_does_not_compile_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
