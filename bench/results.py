@@ -94,16 +94,30 @@ def alone(path: Path) -> Iterator[None]:
 def end_at_a_line(path: Path) -> None:
     """Take away the last line if it was cut off in the middle, as in a run that was killed: more lines will follow.
 
-    Makes the file's folder where there is none.
+    Makes the file's folder where there is none. Raises UnusableFile, and leaves the file as it is, where its first line
+    is no JSON object: it is none of this suite's.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
-    if whole < len(content):
+    first, rest = content[:whole].split(b"\n", 1)[0], content[whole:]
+    if (whole and not _is_object(first)) or not (rest == b"" or rest.startswith(b"{")):
+        raise UnusableFile(f"{path}: not a file of JSON lines; left as it is")
+    if _is_object(rest):
+        with path.open("ab") as file:
+            file.write(b"\n")
+    elif rest:
         with path.open("r+b") as file:
             file.truncate(whole)
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def default_path() -> Path:

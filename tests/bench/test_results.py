@@ -229,3 +229,31 @@ def test_configs_in_force_are_listed_with_where_they_come_from() -> None:
     found = {"rows": [ours, theirs]}
     assert tables.configs(found)[1] == [["x/torch-triton", str(Config()), "nearest: y"]]
     assert tables.peers_told(found) == ["x/vllm: its file z"]
+
+
+@pytest.mark.parametrize(
+    ("content", "left"),
+    [
+        (b'{"a": 1}\n{"b": 2', b'{"a": 1}\n'),
+        (b'{"a": 1}\n{"b": 2}', b'{"a": 1}\n{"b": 2}\n'),  # whole but for its end
+        (b'{"a"', b""),
+        (b'{"a": 1}\n', b'{"a": 1}\n'),
+        (b"", b""),
+    ],
+)
+def test_a_file_of_a_killed_run_ends_at_a_line(content: bytes, left: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(content)
+    results.end_at_a_line(path)
+    assert path.read_bytes() == left
+
+
+@pytest.mark.parametrize("content", [b"notes", b"notes\nmore", b"[1, 2]\n[3", b'{"a": 1}\nnotes', b"# a\n{"])
+def test_a_file_of_something_else_is_left_as_it_is(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    with pytest.raises(results.UnusableFile, match="left as it is"):
+        results.end_at_a_line(path)
+    with pytest.raises(results.UnusableFile, match="left as it is"):
+        results.Journal(path)
+    assert path.read_bytes() == content

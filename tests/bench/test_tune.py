@@ -377,12 +377,19 @@ def test_what_cannot_be_collected_is_refused(
     assert not (tmp_path / "some-gpu.json").exists()
 
 
-@pytest.mark.parametrize("content", ["", '{"backend": "torch-tri', '{"ba', json.dumps(told_of())])
+@pytest.mark.parametrize("content", ["", '{"backend": "torch-tri', '{"ba'])
 def test_a_run_goes_on_where_the_first_case_was_not_written_whole(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tune.jsonl"
     path.write_text(content)
     assert tune.finished(path, gpu="Some GPU", versions=told_of()["versions"]) == set()
     assert path.read_text() == ""
+
+
+def test_a_case_that_lacks_nothing_but_its_lines_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "tune.jsonl"
+    path.write_text(json.dumps(told_of()))
+    assert len(tune.finished(path, gpu="Some GPU", versions=told_of()["versions"])) == 1
+    assert path.read_text() == json.dumps(told_of()) + "\n"
 
 
 @pytest.mark.parametrize("content", ["my notes", "my notes\nwithout an end", '{"gpu": "NVIDIA H200", "entries": []}'])
@@ -411,7 +418,7 @@ def test_a_run_of_nothing_says_so(tmp_path: Path) -> None:
         backend=["torch-triton"], dtype=["fp16"], only=["mixtrel"], order="column", model=None, shard=(2, 2),
         out=tmp_path / "tune.jsonl",
     )  # fmt: skip
-    with pytest.raises(ArgumentError, match=r"--only: got \['mixtrel'\], which no case of part 2 of 2 has"):
+    with pytest.raises(ArgumentError, match=r"--only: got \['mixtrel'\], which selects none of 40"):
         tune.run(given)  # type: ignore[arg-type]
     assert not given.out.exists()
 
