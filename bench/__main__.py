@@ -113,6 +113,8 @@ def compare(
     }
     options |= {"--clock": clock != "cupti", "--results": results_path, "--resume": resume}
     if not rehearse and not has_gpu():
+        if keyword:  # what would be refused on a GPU is refused here
+            _check_selection([f"--set={which}", f"--shard={shard}", f"--routing={routing}", "-k", keyword])
         raise typer.Exit(_compare_without_gpu(as_json, [name for name, given in options.items() if given]))
     path = (resume or results_path or results.default_path()).absolute()
     command = [sys.executable, "-m", "pytest", "bench", "-q", "--tb=short", "--benchmark-columns=median,iqr,rounds"]
@@ -197,6 +199,14 @@ def _run(command: list[str], *, quiet: bool) -> int:
             return child.wait()
         except KeyboardInterrupt:
             continue
+
+
+def _check_selection(options: list[str]) -> None:
+    """Exit status 2 with the suite's own words where these options select no benchmark."""
+    command = [sys.executable, "-m", "pytest", "bench", "--collect-only", "-q", *options]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if collected.returncode == _USAGE_ERROR:
+        _fail(collected.stderr.strip().removeprefix("ERROR: "))
 
 
 def _compare_without_gpu(as_json: bool, ignored: list[str]) -> int:

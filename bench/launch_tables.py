@@ -20,7 +20,9 @@ def _shown(value: float | None) -> str:
 
 
 def times(rows: Sequence[dict[str, Any]]) -> Table:
-    """A line a cell: COLUMNS in µs."""
+    """A line a cell: COLUMNS in µs. † at a backend: by other sources of the kernels than the newest row's."""
+    newest = max((row.get("date", "") for row in rows), default="")
+    present = {row.get("sources") for row in rows if row.get("date", "") == newest}
     headings = ["case", "dtype", "backend", *COLUMNS.values()]
     lines = []
     for row in rows:
@@ -28,7 +30,8 @@ def times(rows: Sequence[dict[str, Any]]) -> Table:
         cells_ = (
             [row["failed"], *[""] * (len(COLUMNS) - 1)] if "failed" in row else [_shown(us.get(c)) for c in COLUMNS]
         )
-        lines.append([row["case"], row["dtype"], row["backend"], *cells_])
+        mark = "" if row.get("sources") in present else " †"
+        lines.append([row["case"], row["dtype"], row["backend"] + mark, *cells_])
     return headings, lines
 
 
@@ -62,7 +65,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {last['versions'][name]}" for name in ("torch", "triton", "jax", "jax-triton"))
     first = [row for row in rows if row["case"] == rows[0]["case"]]
     dates = " and ".join(sorted({row["date"] for row in rows}))
-    intro = f"{last['gpu']}, {dates}; {versions}. µs."
+    intro = f"{last['gpu']}, {dates}; {versions}. µs. †: by other sources of the kernels than the newest rows."
     parts = [
         intro, markdown(times(rows)), "On the host, µs:", markdown(host(rows)),
         "On the GPU, kernels by name:", markdown(kernels(first)),

@@ -250,10 +250,11 @@ def judge(found: dict[str, Any] | None, launched: Sequence[dict[str, Any]] = ())
         # Not denied by the ratio of plain reads, which a slower fp16 kernel exceeds: that is told beside it.
         lines.append(line_of(gain, "FP8", backend, values, ">=", FP8_GAIN))
     lines.append(bounds.line(gain, "FP8", PLAIN, limits, FP8_GAIN))
-    for group in GROUPS:
-        lines += _peer_lines(times, reads, [layer for layer in chosen if layer.has(group)], group)
+    dtypes_ = [dtype for group in GROUPS.values() for dtype in group]
+    for dtype in dtypes_:
+        lines += _peer_lines(times, reads, [layer for layer in chosen if layer.has(dtype)], dtype)
     lines.append(_peers_there(times))
-    for dtype in (dtype for group in GROUPS.values() for dtype in group):
+    for dtype in dtypes_:
         values = [_spread(times, layer.name, dtype) for layer in chosen if layer.has(dtype)]
         lines.append(line_of("slowest backend / fastest", dtype, "all backends", values, "<=", SPREAD))
     return [*lines, *_call_lines(launched)]
@@ -298,38 +299,33 @@ def _gain(times: Times, case: str, backend: str) -> Value:
     return Value(case, two_bytes / fp8)
 
 
-def _peer_lines(times: Times, reads: PlainReads, chosen: Sequence[Layer], group: str) -> list[Line]:
-    """Fastest peer's time over each backend's, worst case and geometric mean. FP8 against peers of its mode."""
-    rivals = [
-        (layer, dtype, peer)
-        for layer in chosen
-        for dtype in GROUPS[group]
-        if (peer := times.best_peer(layer.name, dtype)) is not None
-    ]
+def _peer_lines(times: Times, reads: PlainReads, chosen: Sequence[Layer], dtype: str) -> list[Line]:
+    """Fastest peer's time over each backend's, worst case and geometric mean. An FP8 mode has peers of that mode."""
+    rivals = [(layer, dtype, peer) for layer in chosen if (peer := times.best_peer(layer.name, dtype)) is not None]
     there = {layer.name for layer, _, _ in rivals}
-    without = [Value(one.name, None, f"no peer's time in {group}") for one in chosen if one.name not in there]
+    without = [Value(one.name, None, f"no peer's time in {dtype}") for one in chosen if one.name not in there]
     limits = {
-        kind: _worst_and_mean(bounds.of_peers(reads, rivals, kind) + without, group, kind) for kind in (PLAIN, FLOOR)
+        kind: _worst_and_mean(bounds.of_peers(reads, rivals, kind) + without, dtype, kind) for kind in (PLAIN, FLOOR)
     }
     denied = bounds.denied_mean({kind: mean for kind, (_, mean) in limits.items()}, PEER_MEAN)
     lines = []
     for backend in BACKENDS:
         values = list(without)
-        for layer, dtype, peer in rivals:
+        for layer, _, peer in rivals:
             ours = times.us(layer.name, (dtype,), backend)
             name = f"{layer.name} {dtype} ({peer['contender']})"
             if ours is None:
                 values.append(Value(name, None, times.why_not(layer.name, (dtype,), backend)))
             else:
                 values.append(Value(name, peer["kernel_us"] / ours))
-        worst, mean = _worst_and_mean(values, group, backend)
+        worst, mean = _worst_and_mean(values, dtype, backend)
         lines += [worst, dataclasses.replace(mean, denied=denied if mean.status == "missed" else "")]
     return [*lines, *limits[PLAIN], *limits[FLOOR]]
 
 
-def _worst_and_mean(values: Sequence[Value], group: str, backend: str) -> tuple[Line, Line]:
+def _worst_and_mean(values: Sequence[Value], dtype: str, backend: str) -> tuple[Line, Line]:
     """The two lines about peers of a backend or, told, of a bound."""
-    worst = line_of("best peer's time / time, each case", group, backend, values, ">=", PEER_WORST)
+    worst = line_of("best peer's time / time, each case", dtype, backend, values, ">=", PEER_WORST)
     passes = worst.mean is not None and not worst.reason and worst.mean >= PEER_MEAN
     mean = dataclasses.replace(
         worst, target="best peer's time / time, geometric mean", needed=f">= {PEER_MEAN:.3g}",
@@ -353,7 +349,7 @@ def _peers_there(times: Times) -> Line:
             reasons.append(f"{name} ({why})")
     status: Literal["met", "missed"] = "missed" if reasons else "met"
     reason = f"not measured: {'; '.join(reasons)}" if reasons else ""
-    needed = f"{len(NAMED_PEERS)} peers"
+    needed = f"rows of all {len(NAMED_PEERS)}"
     return Line("peers that were measured", "", "", needed, None, None, None, there, len(NAMED_PEERS), status, reason)
 
 
@@ -382,6 +378,8 @@ def _call_lines(launched: Sequence[dict[str, Any]]) -> list[Line]:
                 f"call - kernel, {name}", "", backend, values, "<=", bound,
                 mean=lambda us: sorted(us)[len(us) // 2], unit=" µs",
             )  # fmt: skip
+            if bound is None:
+                line = dataclasses.replace(line, needed="to be told")
             if not rows:
                 line = dataclasses.replace(line, reason=f"not measured: no {LAUNCH[0]}, or nothing of it there")
             lines.append(line)

@@ -111,7 +111,7 @@ def test_what_is_missed_without_being_denied_is_told_beside_it(found: Found) -> 
         (1.0, 2.0, 0.95, ""),
     ],
 )
-@pytest.mark.parametrize("dtype", ["fp16", "FP8"])
+@pytest.mark.parametrize("dtype", ["fp16", "fp8-w8a8"])
 def test_a_lead_over_peers_that_the_floor_denies(
     found: Found, factor: float, start_us: float, share: float, denied: str, dtype: str
 ) -> None:

@@ -147,3 +147,12 @@ def test_k_selects_among_the_rows_of_a_file(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["launch", "--from", str(path), "-k", "pallas"])
     assert refused.exit_code == 2
     assert "-k: got 'pallas', which selects none of 2; ids are such as c/fp16/torch-triton" in refused.stderr
+
+
+def test_compare_refuses_a_selection_of_nothing_without_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the correctness matrix begins, which takes minutes and would hide the typo."""
+    monkeypatch.setattr("bench.__main__.has_gpu", lambda: False)
+    monkeypatch.setattr("bench.__main__._compare_without_gpu", lambda *_: pytest.fail("the matrix began"))
+    refused = CliRunner().invoke(app, ["compare", "-k", "mixtrl"])
+    assert refused.exit_code == 2
+    assert "-k: got 'mixtrl', which selects none of" in refused.output
