@@ -124,6 +124,8 @@ MUTANTS = (
     Mutant("pallas: skipped tile", PALLAS, "@pl.when(pid < tiles * parts)", "@pl.when(pid < tiles * parts - 1)", gemm("pallas-triton", "ragged and fp16 and row")),
     Mutant("pallas: last band not cut", PALLAS, "rows = jnp.minimum(group_m, tile_rows - first_row)", "rows = jnp.int32(group_m)", ("tests/test_tile_order.py", "-k", "pallas_equals and pallas-triton")),
     Mutant("pallas: shifted mask", PALLAS, "(n < n_size)[None, :]", "(n < n_size - 1)[None, :]", gemm("pallas-triton", "ragged and fp16 and row")),
+    Mutant("pallas: first half of a K step twice", PALLAS, "k = index * block_k + half * depth + lax.iota", "k = index * block_k + lax.iota", ("tests/test_moe_gemm.py", "-k", "two_products")),
+    Mutant("pallas: second half of a K step left out", PALLAS, "for w, k, k_valid in weights:", "for w, k, k_valid in weights[:1]:", ("tests/test_moe_gemm.py", "-k", "two_products")),
     Mutant("pallas: unmasked K tail", PALLAS, "if k_size % block_k:", "if k_size < 0:", gemm("pallas-triton", "ragged and fp16 and row")),
     Mutant("pallas: wrong expert", PALLAS, 'ref["tile_expert"][row]', 'jnp.minimum(ref["tile_expert"][row], 0)', gemm("pallas-triton", "ragged and fp16 and row")),
     Mutant("pallas: dropped channel scale", PALLAS, 'if problem.scale_layout == "channel" and not sums_only:', "if False:", gemm("pallas-triton", "ragged and w8a16-channel and row")),

@@ -142,6 +142,21 @@ def test_tiles_of_two_blocks_of_rows(backend: str, variant: str, order: str, cha
     check(run(backend, data, order, config), data, config.rounded_parts(data.problem.k))
 
 
+@NUMERICS
+@pytest.mark.parametrize("k", [168, 136])
+def test_two_products_a_step(k: int) -> None:
+    """pallas-triton takes a K step of widened weights in halves; the last one ends within its second, or its first."""
+    from backends import pallas_triton
+
+    case = dataclasses.replace(
+        cases.TALL, k=k, config=Config(block_m=48, block_n=64, block_k=64, num_stages=2),
+        ids=np.repeat(np.array([0, 2], np.int32), (33, 50))[:, None],
+    )  # fmt: skip
+    data = cases.data_of(case, "fp8-w8a16-channel")
+    assert pallas_triton._in_halves(data.problem, case.config)
+    check(run("pallas-triton", data, "column", case.config), data)
+
+
 @pytest.mark.parametrize("backend", ["torch-triton", "jax-triton", "pallas-triton"])
 def test_rows_that_are_not_two_blocks_are_refused(backend: str) -> None:
     problem = cases.TALL.problem("fp16")
