@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +153,26 @@ def peers_table(found: dict[str, Any]) -> Table:
     return headings, lines
 
 
+def each_peer(found: dict[str, Any]) -> Table:
+    """Per peer and dtype: its cases, and its time over that of the fastest backend and of torch-triton."""
+    times = targets.Times(found)
+    lines = []
+    for name, dtype in itertools.product(times.peers, ("fp16", *targets.FP8)):
+        dtypes = (dtype,) if dtype in targets.FP8 else ("fp16", "bf16")
+        over: dict[str, list[float]] = {"best": [], "torch-triton": []}
+        for layer in targets.layers(found["run"].get("seed", 0)):
+            peer, best = times.us(layer.name, dtypes, name), times.best_backend(layer.name, (dtype,))
+            ours = times.us(layer.name, (dtype,), "torch-triton")
+            if peer is not None and best is not None and ours is not None:
+                over["best"].append(peer / best["kernel_us"])
+                over["torch-triton"].append(peer / ours)
+        if over["best"]:
+            told = [f"{min(of):.2f}, {target_lines.geometric(of):.2f}, {max(of):.2f}" for of in over.values()]
+            lines.append([name, dtype, str(len(over["best"])), *told])
+    of = "its time ÷ {}: least, geometric mean, most"
+    return ["peer", "dtype", "cases", of.format("the fastest backend's"), of.format("torch-triton's")], lines
+
+
 def steps_table(path: Path) -> Table:
     """What each step predicted and measured, from a file {"steps": [{STEP_FIELDS}]} beside the results it names.
 
@@ -287,6 +308,7 @@ BLOCKS: dict[str, Callable[[Path, dict[str, Any]], str]] = {
     "targets-plain-read": lambda folder, merged: tables.markdown(plain_read_table(_judged(folder))),
     "plain-reads": _from_results(lambda found: plain_reads(found)),
     "targets-cases": _from_results(cases_table),
+    "targets-each-peer": _from_results(each_peer),
     "targets-peers": _from_results(peers_table),
     "targets-picture": _picture,
     "steps-taken": _steps,

@@ -231,6 +231,24 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 # The note
 
 
+def test_each_peer_stands_beside_the_fastest_backend_and_torch_triton(found: Found) -> None:
+    """A peer that is the slower by a half in one case and missing in another; torch-triton is the slower in a third."""
+    first, second, third = (MIXTRAL.format(tokens) for tokens in (1, 8, 64))
+    _, before = performance.each_peer(found)
+    slow(found, first, "fp8-w8a8", 1.5, "vllm-fused-moe")
+    slow(found, second, "fp8-w8a8", 1.25, "torch-triton")
+    missing = (third, "fp8-w8a8", "vllm-fused-moe")
+    found["rows"] = [row for row in found["rows"] if (row["case"], row["dtype"], row["contender"]) != missing]
+    _, after = performance.each_peer(found)
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new and old[0] == "vllm-fused-moe"]
+    ((old, new),) = changed
+    assert (new[:2], int(new[2])) == (["vllm-fused-moe", "fp8-w8a8"], int(old[2]) - 1)
+    least, _, most = (float(part) for part in new[3].split(", "))
+    assert most == pytest.approx(1.5 * least, rel=0.01)
+    least, _, most = (float(part) for part in new[4].split(", "))
+    assert most == pytest.approx(1.5 * 1.25 * least, rel=0.01)
+
+
 def test_the_note_shows_results_and_says_where_there_are_none(found: Found, launched: Launched, tmp_path: Path) -> None:
     folder = tmp_path / "h200"
     folder.mkdir()
