@@ -91,6 +91,8 @@ def signature(name: str, array: Any) -> Signature:
             raise ArgumentError(
                 f"{name}: got a tensor of layout {array.layout}; allowed: torch.strided ({name}.to_dense() is)"
             )
+        if array.is_neg():  # memory holds the values' negatives, as of `z.conj().imag`: kernels read memory
+            raise ArgumentError(f"{name}: got a tensor with the negative bit set; allowed: {name}.resolve_neg()")
         return "torch", array.shape, array.dtype, array.stride(), array.device
     if isinstance(array, np.ndarray):
         return "numpy", array.shape, array.dtype, array.strides, None
@@ -107,7 +109,7 @@ def signatures(names: Sequence[str], given: Sequence[Any]) -> tuple[Signature | 
             None
             if a is None
             else ("torch", a.shape, a.dtype, a.stride(), a.device)
-            if type(a) is tensor and a.layout is strided
+            if type(a) is tensor and a.layout is strided and not a.is_neg()
             else signature(name, a)
             for name, a in zip(names, given, strict=True)
         ]
@@ -120,13 +122,17 @@ def tensors_key(x: Any, w: Any, topk_ids: Any, w_scale: Any, topk_weight: Any, p
     Strides of x and w, if they are not contiguous; of the others, which kernels read row by row, whether they are.
     """
     return (
-        x.is_contiguous() or x.stride(), x.shape, x.dtype, x.device,
-        w.is_contiguous() or w.stride(), w.shape, w.dtype, w.device,
+        x.is_contiguous() or x.stride(), x.shape, x.dtype, x.device, x.is_neg(),
+        w.is_contiguous() or w.stride(), w.shape, w.dtype, w.device, w.is_neg(),
         topk_ids.is_contiguous(), topk_ids.shape, topk_ids.dtype, topk_ids.device,
-        None if w_scale is None else (w_scale.is_contiguous(), w_scale.shape, w_scale.dtype, w_scale.device),
+        None
+        if w_scale is None
+        else (w_scale.is_contiguous(), w_scale.shape, w_scale.dtype, w_scale.device, w_scale.is_neg()),
         None
         if topk_weight is None
-        else (topk_weight.is_contiguous(), topk_weight.shape, topk_weight.dtype, topk_weight.device),
+        else (
+            topk_weight.is_contiguous(), topk_weight.shape, topk_weight.dtype, topk_weight.device, topk_weight.is_neg()
+        ),
         None
         if popularity is None
         else (popularity.is_contiguous(), popularity.shape, popularity.dtype, popularity.device),

@@ -54,6 +54,18 @@ def test_each_array_of_routing_is_looked_at_on_every_call(
     assert (len(slow), driver.dispatched) == (3, dispatched + 2)
 
 
+@pytest.mark.parametrize("name", ["x", "w", "w_scale", "topk_weight"])
+def test_a_negated_view_is_refused_in_every_call(name: str, door: Call, driver: Driver) -> None:  # noqa: F811
+    """Memory of such a view holds the negatives of its values; a kernel would read those."""
+    given = drawn() | {"topk_weight": torch.ones(4, 2)}
+    negated = torch._neg_view(given[name])
+    assert negated.is_contiguous()
+    for _ in range(2):  # the first call of a signature and a later one
+        with pytest.raises(ArgumentError, match=rf"{name}: got a tensor with the negative bit .*{name}.resolve_neg"):
+            door(**given | {name: negated})
+        door(**given)
+
+
 @pytest.mark.parametrize(
     ("knobs", "name"),
     [
