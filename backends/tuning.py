@@ -46,7 +46,7 @@ def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
             # K is split where tiles are few, and another batch has another number of them.
             config = config.replace(split_k=1)
         return Choice(config, f"measured on {gpu}: {what}")
-    slug = _slug(gpu)
+    slug = slug_of(gpu)
     for kernel in _SAME_TILES.get(backend, (backend,)):
         near = _nearest(problem, backend, kernel, slug)
         if near is not None:
@@ -63,7 +63,7 @@ def of_layer(problem: Problem, backend: str, gpu: str | None) -> list[dict[str, 
     Those of the backend itself first, then those of the one whose tiles it shares (`_SAME_TILES`).
     """
     kernels = _SAME_TILES.get(backend, (backend,))
-    return [entry for kernel in kernels for entry in _entries(_slug(gpu)) if _same_shape(entry, problem, kernel)]
+    return [entry for kernel in kernels for entry in _entries(slug_of(gpu)) if _same_shape(entry, problem, kernel)]
 
 
 def _nearest(problem: Problem, backend: str, kernel: str, slug: str) -> tuple[dict[str, Any], Config] | None:
@@ -132,8 +132,8 @@ def _rule_for_mosaic(problem: Problem, per_expert: float) -> Config:
     return Config(block_m=block_m, block_n=128, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
 
 
-def _slug(gpu: str | None) -> str:
-    """Name of a GPU's file, as its driver calls it; "" for none."""
+def slug_of(gpu: str | None) -> str:
+    """Name of a GPU's file in tuned/, without its ending. gpu: as its driver calls it; "" for none."""
     return "" if gpu is None else gpu.lower().replace(" ", "-")
 
 

@@ -250,11 +250,11 @@ def judge(found: dict[str, Any] | None, launched: Sequence[dict[str, Any]] = ())
         # Not denied by the ratio of plain reads, which a slower fp16 kernel exceeds: that is told beside it.
         lines.append(line_of(gain, "FP8", backend, values, ">=", FP8_GAIN))
     lines.append(bounds.line(gain, "FP8", PLAIN, limits, FP8_GAIN))
-    dtypes_ = [dtype for group in GROUPS.values() for dtype in group]
-    for dtype in dtypes_:
+    every_dtype = [dtype for group in GROUPS.values() for dtype in group]
+    for dtype in every_dtype:
         lines += _peer_lines(times, reads, [layer for layer in chosen if layer.has(dtype)], dtype)
     lines.append(_peers_there(times))
-    for dtype in dtypes_:
+    for dtype in every_dtype:
         values = [_spread(times, layer.name, dtype) for layer in chosen if layer.has(dtype)]
         lines.append(line_of("slowest backend / fastest", dtype, "all backends", values, "<=", SPREAD))
     return [*lines, *_call_lines(launched)]

@@ -335,7 +335,7 @@ def collect(path: Path) -> Path:
     gpu = entries[0]["gpu"]
     if others := sorted({entry["gpu"] for entry in entries} - {gpu}):
         raise ArgumentError(f"{path}: has times of several GPUs: {gpu}, {', '.join(others)}; allowed: one")
-    target = TUNED / f"{gpu.lower().replace(' ', '-')}.json"
+    target = TUNED / f"{tuning.slug_of(gpu)}.json"
     known = json.loads(target.read_text())["entries"] if target.exists() else []
     merged = {tuple(entry[key] for key in keys): entry for entry in known}
     found: dict[tuple[Any, ...], tuple[str, float]] = {}
@@ -507,7 +507,7 @@ def _export(folder: Path, gpu: str | None) -> None:
         import torch
 
         gpu = torch.cuda.get_device_name()
-    wanted = known[0] if gpu is None and len(known) == 1 else None if gpu is None else gpu.lower().replace(" ", "-")
+    wanted = known[0] if gpu is None and len(known) == 1 else None if gpu is None else tuning.slug_of(gpu)
     if wanted not in known:
         raise ArgumentError(f"--gpu: got {gpu}; there are tuned tiles for: {', '.join(known) or 'none'}")
     found = export_vllm.export(TUNED / f"{wanted}.json", folder)
