@@ -106,6 +106,9 @@ def _moe_gemm(
     launch = _launch_interpreted if interpret else _launch
     slots = {"slots": problem.slots}
 
+    w_stride_e, w_stride_n = problem.n * problem.k, problem.k
+    words = triton_launch.reads_words(problem, config, w_stride_e=w_stride_e, w_stride_n=w_stride_n)
+    halves_of = config.block_k if words else 0
     max_tile_rows = problem.max_tile_rows(config.block_m)
     by = triton_launch.popularity_of(order, popularity)
     # A pointer that a kernel does not touch still has to be one: here topk_ids, below tile_rows stands in.
@@ -124,7 +127,7 @@ def _moe_gemm(
         triton_launch.prepare_grid(problem),
         inputs,
         outputs,
-        triton_launch.prepare_constants(problem, config.block_m, by, x_stride=problem.k),
+        triton_launch.prepare_constants(problem, config.block_m, by, x_stride=problem.k, halves_of=halves_of),
     )
     scaled, x_scale = of_x if problem.scales_x else (x, None)
 
@@ -154,7 +157,7 @@ def _moe_gemm(
         **slots,
     }
     constants = triton_launch.gemm_constants(
-        problem, order, config, x_stride=problem.k, w_stride_e=problem.n * problem.k, w_stride_n=problem.k
+        problem, order, config, x_stride=problem.k, w_stride_e=w_stride_e, w_stride_n=w_stride_n, words=words
     )
     grid = triton_launch.gemm_grid(problem, order, config)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

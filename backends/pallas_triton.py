@@ -79,12 +79,15 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
 
     # Locate tile
     pid = pl.program_id(0)
-    tile_rows = ref["tile_rows"][0]
     tile_cols = problem.tile_cols(block_n)
+    tile_rows: Any = ref["tile_rows"][0]
+    if order == "row":
+        # Where a tile is does not depend on tile_rows, so nothing waits for that: there are programs for the most tile
+        # rows, and those past the ones in use have no expert and no slots.
+        tile_rows = problem.max_tile_rows(block_m)
     tiles = tile_rows * tile_cols
 
-    @pl.when(pid < tiles * parts)
-    def _tile() -> None:
+    def one_tile() -> None:
         # All tiles' first parts, then all second parts, ...: triton_kernel.py says why.
         part, tile = (0, pid) if parts == 1 else (lax.div(pid, tiles), lax.rem(pid, tiles))
         row, col = locate_tile(tile, tile_rows, tile_cols, order, config.group_m, ref.get("tile_span"))
@@ -92,10 +95,13 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
         # Whose rows these are: those of a power of two and, of a tall tile, its tail
         tail = tail_rows(block_m)
         head = block_m - tail
+        expert = ref["tile_expert"][row]
         slots_of = [ref["sorted_slot"][pl.ds(row * block_m, head)]]
+        has_expert = short = expert >= 0
         if tail:
             slots_of.append(ref["sorted_slot"][pl.ds(row * block_m + head, tail)])
-        expert = ref["tile_expert"][row]
+            tail_used = ref["sorted_slot"][row * block_m + head] < slots
+            short = has_expert & jnp.logical_not(tail_used)
         n = col * block_n + lax.iota(jnp.int32, block_n)
 
         def store(slot: jax.Array, y: jax.Array) -> None:
@@ -172,19 +178,21 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
                 # Store
                 store(slot, acc.T if config.swap_ab else acc)
 
+        # A tall tile multiplies its tail, too; one whose tail is padding does not.
+        if tail:
+            pl.when(has_expert & tail_used)(lambda: gemm_tile(slots_of))
+        pl.when(short)(lambda: gemm_tile(slots_of[:1]))
         if how == "none":  # else these rows are zeros already, or written by the kernel that adds parts up
 
-            @pl.when(expert < 0)
+            @pl.when(jnp.logical_not(has_expert))
             def _zero() -> None:
                 for slot in slots_of:
                     store(slot, jnp.zeros((slot.size, block_n), jnp.float32))
 
-        if not tail:
-            pl.when(expert >= 0)(lambda: gemm_tile(slots_of))
-        else:
-            first_of_tail = ref["sorted_slot"][row * block_m + head]
-            pl.when((expert >= 0) & (first_of_tail < slots))(lambda: gemm_tile(slots_of))
-            pl.when((expert >= 0) & (first_of_tail >= slots))(lambda: gemm_tile(slots_of[:1]))
+    if order == "row":
+        one_tile()
+    else:
+        pl.when(pid < tiles * parts)(one_tile)
 
 
 def _in_halves(problem: Problem, config: Config) -> bool:

@@ -102,6 +102,10 @@ _APART = 256
 """Bytes: buffers of one allocation start at multiples of it, as allocations of their own do."""
 
 
+_ALIGNED = 16
+"""Bytes that a pointer is a multiple of where Triton says so to the compiler."""
+
+
 class Step(NamedTuple):
     """One launch: a kernel, its grid, its buffers by name, numbers behind them, constants."""
 
@@ -139,9 +143,10 @@ class Work:
 @functools.lru_cache(maxsize=1024)
 def _work(
     problem: Problem, order: str, config: Config, by: str, x_stride: int, w_stride_e: int, w_stride_n: int,
-    x_dtype: torch.dtype, w_dtype: torch.dtype, device: torch.device,
+    words: bool, x_dtype: torch.dtype, w_dtype: torch.dtype, device: torch.device,
 ) -> Work:  # fmt: skip
-    """The launches of a call and what it allocates. by: as `triton_launch.popularity_of`; strides in elements.
+    """The launches of a call and what it allocates. by: as `triton_launch.popularity_of`; strides in elements;
+    words: as `triton_launch.reads_words`.
 
     dtypes and the device are here because kernels are compiled for them.
     """
@@ -176,7 +181,8 @@ def _work(
     plan = ("sorted_slot", "tile_expert", "tile_rows")
     of_x = ("x", scaled, x_scale) if problem.scales_x else ("tile_rows",) * 3
     prepared = ("topk_ids", popularity, of_x[0], *plan, span, *of_x[1:])
-    constants = triton_launch.prepare_constants(problem, config.block_m, by, x_stride=x_stride)
+    halves_of = config.block_k if words else 0
+    constants = triton_launch.prepare_constants(problem, config.block_m, by, x_stride=x_stride, halves_of=halves_of)
     prepare_grid = triton_launch.prepare_grid(problem)
     steps = [Step("prepare_kernel", prepare_grid, prepared, slots, constants)]
     if problem.scales_x:
@@ -186,7 +192,7 @@ def _work(
         constants = triton_launch.zero_constants(problem)
         steps.append(Step("moe_gemm_kernel_zero", rows_grid, (sums,), slots, constants))
     constants = triton_launch.gemm_constants(
-        problem, order, config, x_stride=x_stride, w_stride_e=w_stride_e, w_stride_n=w_stride_n
+        problem, order, config, x_stride=x_stride, w_stride_e=w_stride_e, w_stride_n=w_stride_n, words=words
     )
     constants |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     scales = (w_scale, x_scale, topk_weight)
@@ -214,7 +220,12 @@ def _work_of(
     x: torch.Tensor, w: torch.Tensor, popularity: torch.Tensor | None, problem: Problem, order: str, config: Config
 ) -> Work:
     by = triton_launch.popularity_of(order, popularity)
-    return _work(problem, order, config, by, _row_stride(x), *w.stride()[:2], x.dtype, w.dtype, x.device)
+    w_stride_e, w_stride_n, _ = w.stride()
+    words = triton_launch.reads_words(
+        problem, config, w_stride_e=w_stride_e, w_stride_n=w_stride_n, w_aligned=w.data_ptr() % _ALIGNED == 0
+    )
+    x_stride = _row_stride(x)
+    return _work(problem, order, config, by, x_stride, w_stride_e, w_stride_n, words, x.dtype, w.dtype, x.device)
 
 
 def _again(

@@ -105,6 +105,16 @@ def load_x(x_ptrs, row_valid, k_valid, MASK_K: tl.constexpr):
 
 
 @triton.jit
+def widen_half(words, HALF: tl.constexpr):
+    """Bytes 2 * HALF and 2 * HALF + 1 of each word (BLOCK_N, BLOCK_K / 4) of e4m3 weights, as float16: (BLOCK_N,
+    BLOCK_K / 2), in the order that `prepare_kernel` brings x to."""
+    first = (words >> (16 * HALF)).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    second = (words >> (16 * HALF + 8)).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    pairs = tl.join(first, second)
+    return tl.reshape(pairs, (words.shape[0], 2 * words.shape[1])).to(tl.float16)
+
+
+@triton.jit
 def multiply(acc, x, w, block_scale, SCALES: tl.constexpr, SWAP_AB: tl.constexpr):
     """acc + x @ w.T in float32; acc (rows, BLOCK_N), with SWAP_AB (BLOCK_N, rows)."""
     if SCALES == "block":  # partial sums are scaled in float32
@@ -146,11 +156,14 @@ def gemm_tile(
     TOP_K: tl.constexpr, SCALES: tl.constexpr, QUANTISED_X: tl.constexpr, SCALED_X: tl.constexpr,
     ROUTING_WEIGHT: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr, REDUCTION: tl.constexpr,
+    W_WORDS: tl.constexpr,
 ):  # fmt: skip
     """The tile of the rows slot (ROWS,), and with TAIL also tail_slot (TAIL,), and the channels n (BLOCK_N,): its K
-    steps from first_step to end_step."""
+    steps from first_step to end_step. Each is one product or, with W_WORDS, two of half the depth."""
+    PRODUCTS: tl.constexpr = 2 if W_WORDS else 1
+    DEPTH: tl.constexpr = BLOCK_K // PRODUCTS
     # Gather rows. Offsets of rows and experts are 64-bit: T * top_k * N and E * N * K pass 2**31.
-    k = first_step * BLOCK_K + tl.arange(0, BLOCK_K)
+    k = first_step * BLOCK_K + tl.arange(0, DEPTH)
     row_valid = slot < slots
     x_ptrs = gather_rows(x_ptr, slot, k, x_stride, TOP_K)
     if TAIL > 0:
@@ -159,7 +172,15 @@ def gemm_tile(
     # Past the last channel, channel N - 1 is read again instead of masking: its products are never stored, and
     # unmasked loads stay 16 bytes wide.
     n_read = tl.minimum(n, N - 1)
-    w_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + n_read.to(tl.int64)[:, None] * w_stride_n + k[None, :]
+    w_rows = expert.to(tl.int64) * w_stride_e + n_read.to(tl.int64) * w_stride_n
+    # Weights that are widened go through registers. As values, a thread gets two at a time from shared memory, all that
+    # lie side by side of what it multiplies; as words, all that it needs by ldmatrix, and 16 bytes a copy before that.
+    W_VALUES: tl.constexpr = 4 if W_WORDS else 1  # of what one element of w_ptrs points to
+    if W_WORDS:
+        w_ptr = w_ptr.to(tl.pointer_type(tl.int32))
+        w_rows = w_rows // W_VALUES
+    w_k = first_step * (BLOCK_K // W_VALUES) + tl.arange(0, BLOCK_K // W_VALUES)
+    w_ptrs = w_ptr + w_rows[:, None] + w_k[None, :]
     # Scales are read before the stream, which hides the wait for them.
     SUMS_ONLY: tl.constexpr = REDUCTION == "two-pass" or REDUCTION == "atomic-fp32"  # scaled once they are added
     CHANNEL_SCALES: tl.constexpr = SCALES == "channel" and not SUMS_ONLY
@@ -183,23 +204,29 @@ def gemm_tile(
     block_scale_ptrs = w_scale_ptr + (expert.to(tl.int64) * ((N + 127) // 128) + n_read // 128) * scale_cols
     for step in range(first_step, end_step):
         k_valid = k < K
-        x = load_x(x_ptrs, row_valid, k_valid, MASK_K)
         if MASK_K:  # of w, too: 0 * NaN is NaN
-            w = tl.load(w_ptrs, mask=k_valid[None, :], other=0.0)
+            w_read = tl.load(w_ptrs, mask=k_valid[None, :], other=0.0)
         else:
-            w = tl.load(w_ptrs)
-        if SCALES != "none" and not QUANTISED_X:
-            w = w.to(tl.float16)  # x is float16 then: the one 16-bit type that hardware widens e4m3 to
+            w_read = tl.load(w_ptrs)
         block_scale = 1.0
         if SCALES == "block":  # BLOCK_K divides 128, so one step lies in one column of scale blocks
             block_scale = tl.load(block_scale_ptrs + step * BLOCK_K // 128)
-        acc = multiply(acc, x, w, block_scale, SCALES, SWAP_AB)
-        if TAIL > 0:
-            x_tail = load_x(tail_ptrs, tail_valid, k_valid, MASK_K)
-            tail_acc = multiply(tail_acc, x_tail, w, block_scale, SCALES, SWAP_AB)
-            tail_ptrs += BLOCK_K
+        for product in tl.static_range(PRODUCTS):
+            x = load_x(x_ptrs + product * DEPTH, row_valid, k_valid, MASK_K)
+            if W_WORDS:
+                w = widen_half(w_read, product)
+            elif SCALES != "none" and not QUANTISED_X:
+                w = w_read.to(tl.float16)  # x is float16 then: the one 16-bit type that hardware widens e4m3 to
+            else:
+                w = w_read
+            acc = multiply(acc, x, w, block_scale, SCALES, SWAP_AB)
+            if TAIL > 0:
+                x_tail = load_x(tail_ptrs + product * DEPTH, tail_valid, k_valid, MASK_K)
+                tail_acc = multiply(tail_acc, x_tail, w, block_scale, SCALES, SWAP_AB)
         x_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K
+        if TAIL > 0:
+            tail_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K // W_VALUES
         k += BLOCK_K
 
     # Scale
@@ -246,6 +273,7 @@ def moe_gemm_kernel(
     SWAP_AB: tl.constexpr,
     PARTS: tl.constexpr,  # of K
     REDUCTION: tl.constexpr,  # "none" with one part
+    W_WORDS: tl.constexpr,  # e4m3 weights are read as 32-bit words; x's values come in the order of their halves
 ):
     # Locate tile
     pid = tl.program_id(0)
@@ -257,13 +285,15 @@ def moe_gemm_kernel(
         row, col = locate_tile(pid, PUBLISHED_GRID_M, tile_cols, tile_span_ptr, ORDER, GROUP_M)
         if (row >= tile_rows) | (col >= tile_cols):
             return
-    elif ORDER == "row" and PARTS == 1:
-        # Where a tile is does not depend on tile_rows here: its slots and expert are asked for before that is known.
-        row, col = locate_tile(pid, tile_rows, tile_cols, tile_span_ptr, ORDER, GROUP_M)
     else:
-        tiles = tile_rows * tile_cols
-        if pid >= tiles * PARTS:
-            return
+        if ORDER == "row":
+            # Where a tile is does not depend on tile_rows here, so nothing waits for that: there are programs for the
+            # most tile rows, and those past the ones in use have no expert and no slots.
+            tiles = tl.num_programs(0) // PARTS
+        else:
+            tiles = tile_rows * tile_cols
+            if pid >= tiles * PARTS:
+                return
         # All tiles' first parts, then all second parts, ...: neighbours in the order share what they would share
         # without parts, programs that add to the same elements are far apart, and the last part, which may have fewer
         # steps, comes when the GPU runs empty.
@@ -272,7 +302,8 @@ def moe_gemm_kernel(
             pid = pid % tiles
         row, col = locate_tile(pid, tile_rows, tile_cols, tile_span_ptr, ORDER, GROUP_M)
 
-    # Whose rows these are: loads that wait for nothing more come together.
+    # Whose rows these are: loads that wait for nothing more come together. One branch on all that they tell, as a load
+    # that only what is behind a branch reads is moved behind it, and would be waited for once more.
     ROWS: tl.constexpr = BLOCK_M - TAIL
     expert = tl.load(tile_expert_ptr + row)
     slot = tl.load(sorted_slot_ptr + row * BLOCK_M + tl.arange(0, ROWS))
@@ -280,22 +311,10 @@ def moe_gemm_kernel(
     tall = False
     if TAIL > 0:
         tail_slot = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + tl.arange(0, TAIL))
-        tall = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots
-    if ORDER == "row" and PARTS == 1:
-        if row >= tile_rows:
-            return
+        tall = (expert >= 0) & (tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots)
     n = col * BLOCK_N + tl.arange(0, BLOCK_N)
     if REDUCTION == "two-pass":
         y_ptr += tl.cast(part, tl.int64) * slots * N
-    if REDUCTION != "none":
-        if expert < 0:  # `moe_gemm_kernel_reduce` writes these rows; with "atomic" they are zeros already
-            return
-    elif expert < 0:
-        store(y_ptr, tl.zeros((ROWS, BLOCK_N), tl.float32), slot, slots, n, N, REDUCTION)
-        if TAIL > 0:
-            store(y_ptr, tl.zeros((TAIL, BLOCK_N), tl.float32), tail_slot, slots, n, N, REDUCTION)
-        return
-
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     if PARTS == 1:
         first_step, end_step = 0, steps
@@ -309,15 +328,19 @@ def moe_gemm_kernel(
             slot, tail_slot, expert, n, first_step, end_step,
             x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, topk_weight_ptr, y_ptr, slots,
             x_stride, w_stride_e, w_stride_n, N, K, TOP_K, SCALES, QUANTISED_X, SCALED_X, ROUTING_WEIGHT,
-            ROWS, TAIL, BLOCK_N, BLOCK_K, SWAP_AB, REDUCTION,
+            ROWS, TAIL, BLOCK_N, BLOCK_K, SWAP_AB, REDUCTION, W_WORDS,
         )  # fmt: skip
-    else:
+    elif expert >= 0:
         gemm_tile(
             slot, tail_slot, expert, n, first_step, end_step,
             x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, topk_weight_ptr, y_ptr, slots,
             x_stride, w_stride_e, w_stride_n, N, K, TOP_K, SCALES, QUANTISED_X, SCALED_X, ROUTING_WEIGHT,
-            ROWS, 0, BLOCK_N, BLOCK_K, SWAP_AB, REDUCTION,
+            ROWS, 0, BLOCK_N, BLOCK_K, SWAP_AB, REDUCTION, W_WORDS,
         )  # fmt: skip
+    elif REDUCTION == "none":  # else these rows are zeros already, or written by `moe_gemm_kernel_reduce`
+        store(y_ptr, tl.zeros((ROWS, BLOCK_N), tl.float32), slot, slots, n, N, REDUCTION)
+        if TAIL > 0:
+            store(y_ptr, tl.zeros((TAIL, BLOCK_N), tl.float32), tail_slot, slots, n, N, REDUCTION)
 
 
 @triton.jit(do_not_specialize=["slots"])

@@ -12,6 +12,9 @@ from shared.problem import SCALE_BLOCK, Problem, ceil_div
 SHARED_MEMORY_LIMIT = 232448
 """Bytes of shared memory that a thread block can have on Hopper (227 KiB)."""
 
+ACCUMULATORS = 160
+"""Registers of a thread's 255 that sums may take: 160 rows of 128 channels fit one warp-group."""
+
 ROWS_CHUNK = 1024
 """Channels of one program of the kernels that go over y's rows: 8 a thread of four warps, 16 bytes a load or two."""
 
@@ -57,10 +60,10 @@ def unsupported(problem: Problem, config: Config, limit: int = SHARED_MEMORY_LIM
             f"allowed: {limit} {'on Hopper' if limit == SHARED_MEMORY_LIMIT else 'on this GPU'}"
         )
     accumulator = config.block_m * config.block_n
-    if accumulator > 256 * 32 * config.num_warps // 2:
+    if accumulator > ACCUMULATORS * 32 * config.num_warps:
         return (
             f"config: got a {config.block_m}x{config.block_n} float32 accumulator for {config.num_warps} warps; "
-            f"allowed: at most {128 * 32 * config.num_warps} elements, half the registers"
+            f"allowed: at most {ACCUMULATORS * 32 * config.num_warps} elements, {ACCUMULATORS} registers a thread"
         )
     return None
 
@@ -80,6 +83,19 @@ def not_in_triton(config: Config) -> str | None:
     return None
 
 
+def reads_words(problem: Problem, config: Config, *, w_stride_e: int, w_stride_n: int, w_aligned: bool = True) -> bool:
+    """Whether the GEMM kernel reads e4m3 weights as 32-bit words, and a step of K is two products (`widen_half`).
+
+    It does so where weights are widened in registers, as the left operand of a warp-group instruction, and activations
+    are scaled beforehand, so that `prepare_kernel` can bring their values to the products' order at no cost. Words
+    need whole steps of K, and rows of weights that start at multiples of 16 bytes. Strides in elements.
+    """
+    widened_left = problem.dtype == "fp8-w8a16" and problem.scales_x and config.swap_ab
+    warp_group = config.num_warps % 4 == 0 and config.block_n >= 64
+    whole = problem.k % config.block_k == 0 and config.block_k >= 32
+    return widened_left and warp_group and whole and w_aligned and w_stride_e % 16 == 0 and w_stride_n % 16 == 0
+
+
 def gemm_grid(problem: Problem, order: str, config: Config) -> int:
     """Programs of one GEMM launch: the most tiles that any routing can need, times the parts of K."""
     tile_cols = problem.tile_cols(config.block_n)
@@ -94,9 +110,9 @@ def published_grid_m(problem: Problem, config: Config) -> int:
 
 
 def gemm_constants(
-    problem: Problem, order: str, config: Config, *, x_stride: int, w_stride_e: int, w_stride_n: int
+    problem: Problem, order: str, config: Config, *, x_stride: int, w_stride_e: int, w_stride_n: int, words: bool
 ) -> dict[str, Any]:
-    """Compile-time arguments of `moe_gemm_kernel`. Strides in elements."""
+    """Compile-time arguments of `moe_gemm_kernel`. Strides in elements; words: as `reads_words`."""
     return {
         "x_stride": x_stride,
         "w_stride_e": w_stride_e,
@@ -118,6 +134,7 @@ def gemm_constants(
         "SWAP_AB": config.swap_ab,
         "PARTS": config.parts(problem.k),
         "REDUCTION": config.reduction_of(problem.k),
+        "W_WORDS": words,
     }
 
 
@@ -167,8 +184,13 @@ def prepare_grid(problem: Problem) -> int:
     return planners(problem) + (problem.tokens if problem.scales_x else 0)
 
 
-def prepare_constants(problem: Problem, block_m: int, popularity: str = "none", *, x_stride: int) -> dict[str, Any]:
-    """Compile-time arguments of `prepare_kernel`. popularity: as `popularity_of` has it; x_stride: in elements."""
+def prepare_constants(
+    problem: Problem, block_m: int, popularity: str = "none", *, x_stride: int, halves_of: int = 0
+) -> dict[str, Any]:
+    """Compile-time arguments of `prepare_kernel`.
+
+    popularity: as `popularity_of` has it; x_stride: in elements; halves_of: block_k where the GEMM `reads_words`, or 0
+    """
     few = problem.slots <= FEW_SLOTS
     scaled = problem.scales_x
     return {
@@ -184,6 +206,7 @@ def prepare_constants(problem: Problem, block_m: int, popularity: str = "none", 
         "x_stride": x_stride if scaled else 0,
         "K": problem.k if scaled else 0,
         "K_CHUNK": min(ROW_CHUNK, max(256, power_of_two(problem.k))) if scaled else 0,
+        "HALVES_OF": halves_of,
         "num_warps": 8 if few or scaled else 4,
     }
 
@@ -202,8 +225,10 @@ def popularity_of(order: str, popularity: Any) -> str:
 
 def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
     """Compile the GEMM kernel for sm_90 without a device: compact x and w."""
+    x_stride, w_stride_e, w_stride_n = problem.k, problem.n * problem.k, problem.k
+    words = reads_words(problem, config, w_stride_e=w_stride_e, w_stride_n=w_stride_n)
     constants = gemm_constants(
-        problem, order, config, x_stride=problem.k, w_stride_e=problem.n * problem.k, w_stride_n=problem.k
+        problem, order, config, x_stride=x_stride, w_stride_e=w_stride_e, w_stride_n=w_stride_n, words=words
     )
     sums_only = config.reduction_of(problem.k) in ("two-pass", "atomic-fp32")
     types = [

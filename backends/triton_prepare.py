@@ -47,6 +47,7 @@ def prepare_kernel(
     x_stride: tl.constexpr,
     K: tl.constexpr,
     K_CHUNK: tl.constexpr,
+    HALVES_OF: tl.constexpr,  # 0, or BLOCK_K where the GEMM kernel takes it in two products: `place_of`
 ):
     """Grid: PLANNERS programs, and T more with SCALED_X."""
     program = tl.program_id(0)
@@ -64,7 +65,7 @@ def prepare_kernel(
             )  # fmt: skip
     elif SCALED_X:
         token = (program - PLANNERS).to(tl.int64)
-        scale_token(token, x_ptr, scaled_ptr, x_scale_ptr, x_stride, K, K_CHUNK)
+        scale_token(token, x_ptr, scaled_ptr, x_scale_ptr, x_stride, K, K_CHUNK, HALVES_OF)
 
 
 @triton.jit
@@ -182,8 +183,19 @@ def plan_bucket(
 
 
 @triton.jit
+def place_of(k, HALVES_OF: tl.constexpr):
+    """Where value k of a row of x stands in the scaled row: shared/fp8.py's `place_of`; 0: where it stood."""
+    if HALVES_OF == 0:
+        place = k
+    else:
+        place = k // HALVES_OF * HALVES_OF + k % 4 // 2 * (HALVES_OF // 2) + k % HALVES_OF // 4 * 2 + k % 2
+    return place
+
+
+@triton.jit
 def scale_token(
     token, x_ptr, scaled_ptr, scale_ptr, x_stride: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
+    HALVES_OF: tl.constexpr,
 ):  # fmt: skip
     """A row of x to e4m3 or float16 by a power of two: shared/fp8.py's quantise_token or scale_token, bit for bit.
 
@@ -220,7 +232,8 @@ def scale_token(
         if TO_FP8:
             scaled = tl.where(tl.abs(x) < float("inf"), scaled, 0.0)
             scaled = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
-        tl.store(scaled_ptr + token * K + start + chunk, scaled.to(scaled_ptr.dtype.element_ty), mask=start + chunk < K)
+        scaled_ptrs = scaled_ptr + token * K + place_of(start + chunk, HALVES_OF)
+        tl.store(scaled_ptrs, scaled.to(scaled_ptr.dtype.element_ty), mask=start + chunk < K)
     if TO_FP8:  # e4m3 has no infinity: a row that is not finite becomes NaN by its scale
         scale = tl.where(tl.max(not_finite, 0) > 0, float("nan"), scale)
     tl.store(scale_ptr + token, scale)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from backends import registry
+from backends.triton_launch import ACCUMULATORS
 from shared.config import REDUCTIONS, Config
 from shared.problem import Problem
 
@@ -177,7 +178,15 @@ def _steps(problem: Problem, backend: str, config: Config, tokens: int) -> Itera
     for block_n in (config.block_n // 2, config.block_n * 2):
         if (64 if mosaic else 32) <= block_n <= 256:
             yield config.replace(block_n=block_n)
-    yield config.replace(num_warps=4 if config.num_warps == 8 else 8)
+    for num_stages in (config.num_stages, config.num_stages + 1):
+        yield config.replace(num_warps=4 if config.num_warps == 8 else 8, num_stages=num_stages)
+    if problem.dtype == "fp8-w8a16" and not mosaic:  # widened weights as the left operand, or as the right one
+        other = config.replace(swap_ab=not config.swap_ab, num_warps=4, block_n=max(64, config.block_n))
+        yield from (
+            other,
+            other.replace(block_k=128, num_stages=4),
+            other.replace(block_n=64, block_k=128, num_stages=4),
+        )
     parts = ([config.split_k // 2] if up else []) + ([config.split_k * 2] if down and _few_tiles(problem) else [])
     for split_k in parts:
         if 1 <= split_k <= 8:
@@ -196,7 +205,7 @@ def _fewer_stages(problem: Problem, backend: str, config: Config) -> Config | No
 
 
 def _fits_registers(block_m: int, block_n: int, num_warps: int) -> bool:
-    """Whether a Triton tile is worth trying: its accumulator in half the registers, and work for all its warps."""
+    """Whether a Triton tile is worth trying: its accumulator in registers, and work for all its warps."""
     if num_warps == 8 and block_m < 32 and block_n < 256:
         return False
-    return block_m * block_n <= 128 * 32 * num_warps
+    return block_m * block_n <= ACCUMULATORS * 32 * num_warps

@@ -14,7 +14,7 @@ from typing import Any
 import backends
 from backends.compiled import Compiled
 from bench import results
-from bench.cases import DEFAULT_DTYPES, TARGET_ORDERS
+from bench.cases import DEFAULT_DTYPES, TARGET_ORDER
 from bench.terminal import Table
 from shared.models import model
 
@@ -40,7 +40,7 @@ def rows() -> list[dict[str, Any]]:
             problem = layer.problem(gemm, tokens, dtype)
             for backend in BACKENDS:
                 config = backends.config_for(problem, backend=backend, gpu=GPU)
-                code = backends.load(backend).compile_only(problem, TARGET_ORDERS.get(backend, "column"), config)
+                code = backends.load(backend).compile_only(problem, TARGET_ORDER, config)
                 facts = {"case": layer.case(gemm, tokens), "dtype": dtype, "backend": backend, "config": str(config)}
                 found.append({**facts, **read(code)})
     return found

@@ -26,6 +26,8 @@ bound that is too high would leave out a winner."""
 ARITHMETIC_HEADROOM = 1.25
 """Small products are taken to run at most so many times the measured rate, which is that of a large product under the
 power limit."""
+SPILLED = 64
+"""Bytes that may be spilled: so few are spilled before and after the loop over K."""
 _OF_ONE_KERNEL = ("torch-triton", "jax-triton")
 """Backends whose kernel does not depend on the number of tokens: compiled once for all batches."""
 
@@ -97,12 +99,12 @@ class Spills:
             self._future(backend, problem, order, config)
 
     def reason(self, backend: str, problem: Problem, order: str, config: Config) -> str | None:
-        """Why the config is left out; None where nothing is spilled, or where it cannot be told."""
+        """Why the config is left out; None where next to nothing is spilled, or where it cannot be told."""
         try:
             spilled = self._future(backend, problem, order, config).result()
         except concurrent.futures.BrokenExecutor:
             return None
-        return f"spills {spilled} bytes of registers" if spilled else None
+        return f"spills {spilled} bytes of registers" if spilled is not None and spilled > SPILLED else None
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

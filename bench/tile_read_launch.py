@@ -69,7 +69,7 @@ class Reader:
         if (reason := unsupported(problem, self.config)) is not None:
             raise ArgumentError(reason)
         strides = (torch_triton._row_stride(x), *w.stride()[:2])
-        work = torch_triton._work(problem, "column", self.config, "none", *strides, x.dtype, w.dtype, x.device)
+        work = torch_triton._work(problem, "column", self.config, "none", *strides, False, x.dtype, w.dtype, x.device)
         made = {name: torch.empty(shape, device=x.device, dtype=dtype) for name, shape, dtype in work.buffers}
         self._planning = work.steps[0]
         self._buffers: dict[str, Any] = {"x": x, "w": w, "topk_ids": self.data.topk_ids, **made}

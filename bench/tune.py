@@ -26,7 +26,7 @@ from backends import tuning
 from backends.triton_launch import tail_rows
 from bench import prune, selection
 from bench.candidates import candidates, near
-from bench.cases import DEFAULT_DTYPES, Row, cases, check_shard
+from bench.cases import DEFAULT_DTYPES, TARGET_ORDER, Row, cases, check_shard
 from bench.clock import CLOCKS, ClockError
 from bench.machine import has_gpu
 from bench.prune import Spills
@@ -183,7 +183,7 @@ def jobs(
     backends: list[str],
     dtypes: list[str],
     only: list[str],
-    order: str = "column",
+    order: str = TARGET_ORDER,
     models: list[str] | None = None,
     shard: tuple[int, int] = (1, 1),
 ) -> list[Row]:
@@ -432,7 +432,7 @@ def tune(
     only: Annotated[
         list[str] | None, typer.Option(help="only rows whose id contains this text; may be repeated")
     ] = None,
-    order: Annotated[str, typer.Option(help="tile order that the candidates are timed in")] = "column",
+    order: Annotated[str, typer.Option(help="tile order that the candidates are timed in")] = TARGET_ORDER,
     out: Annotated[Path, typer.Option(help="JSON lines; one that exists is gone on with")] = Path("tune.jsonl"),
     seconds: Annotated[float, typer.Option(help="start no case after this many seconds")] = 540,
     clock: Annotated[str, typer.Option(help="cupti or jax-cupti")] = "cupti",

@@ -102,7 +102,7 @@ def moe_gemm(
     if (reason := unsupported(problem, variant, config)) is not None:
         raise ArgumentError(reason)
     strides = (torch_triton._row_stride(x), *w.stride()[:2])
-    work = torch_triton._work(problem, order, config, "none", *strides, x.dtype, w.dtype, x.device)
+    work = torch_triton._work(problem, order, config, "none", *strides, False, x.dtype, w.dtype, x.device)
     given = {"x": x, "w": w, "topk_ids": topk_ids.contiguous(), "w_scale": w_scale, "topk_weight": topk_weight}
     buffers: dict[str, Any] = given | {
         name: torch.empty(shape, device=x.device, dtype=dtype) for name, shape, dtype in work.buffers
@@ -195,7 +195,7 @@ def compile_only(problem: Problem, order: str, config: Config, variant: Variant)
     from bench import variant_kernels
 
     strides = {"x_stride": problem.k, "w_stride_e": problem.n * problem.k, "w_stride_n": problem.k}
-    constants = _constants(variant, triton_launch.gemm_constants(problem, order, config, **strides))
+    constants = _constants(variant, triton_launch.gemm_constants(problem, order, config, **strides, words=False))
     x, w = triton_launch.x_type(problem), triton_launch.w_type(problem)
     types = [
         f"tensordesc<{x}[{config.block_m},{config.block_k}]>" if variant.gathered else f"*{x}",

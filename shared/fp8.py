@@ -90,3 +90,13 @@ def _scale_of(amax: np.ndarray) -> np.ndarray:
     """float32 scale that maps amax to 448; 1 where amax is 0. Kept normal, so that dividing by it stays finite."""
     tiny = np.finfo(np.float32).tiny
     return np.where(amax > 0, np.maximum(amax / np.float32(FP8_MAX), tiny), 1).astype(np.float32)
+
+
+def place_of(k: np.ndarray, halves_of: int) -> np.ndarray:
+    """Where value k of a row of activations stands for a kernel that reads e4m3 weights as 32-bit words.
+
+    Such a kernel multiplies halves_of values of K (a multiple of 4) in two products, the first with the lower two bytes
+    of each word, the second with the upper two. Of every halves_of values, 0 1 4 5 8 9 ... come first, then 2 3 6 7 ...
+    """
+    half = halves_of // 2
+    return k // halves_of * halves_of + k % 4 // 2 * half + k % halves_of // 4 * 2 + k % 2
