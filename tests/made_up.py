@@ -35,7 +35,7 @@ def _rows() -> tuple[dict[str, Any], ...]:
             rate = FP8 if row.dtype == "fp8-w8a8" else BF16
             floor = 1e6 * max(read[row.case.name][row.dtype] / READ, 2 * slots * row.problem.n * row.problem.k / rate)
             found.append(_row(row, floor, floor / 0.97))
-            if row.order == "column" and row.contender == BACKENDS[0] and row.dtype != "fp16":
+            if row.contender == BACKENDS[0] and row.dtype != "fp16":
                 found += [_row(dataclasses.replace(row, order="own", contender=p), floor, floor * 1.25) for p in PEERS]
             if row.dtype == "fp16" and row.contender == BACKENDS[0]:
                 peer = dataclasses.replace(row, order="own", contender="torch-cublas-loop")

@@ -112,7 +112,7 @@ def test_tune_refuses_texts_that_no_row_contains() -> None:
     refused = CliRunner().invoke(app, ["tune", "--only", "mixtral and fp16", "--only", "gate_up"])
     assert refused.exit_code == 2, refused.exception
     assert "--only: got ['mixtral and fp16', 'gate_up'], which selects none of " in refused.stderr
-    assert "/column/torch-triton" in refused.stderr
+    assert "/row/torch-triton" in refused.stderr
     begun = CliRunner().invoke(app, ["tune", "--only", "nothing", "--only", "gate-up"])
     assert str(begun.exception) == "a run was begun"
 

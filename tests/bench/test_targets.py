@@ -118,7 +118,7 @@ def test_each_broken_target_is_named_alone(
 def test_a_missing_row_is_missed_as_not_measured(found: Found, launched: Launched) -> None:
     case = MIXTRAL.format(8)
     found["rows"] = [row for row in found["rows"] if (row["case"], row["contender"]) != (case, "jax-triton")]
-    found["skipped"][f"{case}/bf16/column/jax-triton"] = "jax is not installed"
+    found["skipped"][f"{case}/bf16/row/jax-triton"] = "jax is not installed"
     lines = [line for line in targets.judge(found, launched) if line.status == "missed"]
     assert all(line.reason.startswith(f"not measured: {case}") for line in lines)
     floors = {(line.dtype, line.backend) for line in lines if line.target.startswith("floor")}
@@ -285,7 +285,7 @@ def test_a_step_is_told_from_the_files_that_it_names(found: Found, tmp_path: Pat
     write(tmp_path / "before.jsonl", found)
     slow(found, case, "fp16", 0.5)
     write(tmp_path / "after.jsonl", found)
-    name = f"{case}/fp16/column/torch-triton"
+    name = f"{case}/fp16/row/torch-triton"
     measured = {"id": name, "field": "kernel_us", "before": "before.jsonl", "after": "after.jsonl"}
     step = {
         "step": "a",
