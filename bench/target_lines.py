@@ -34,7 +34,8 @@ class Line:
     worst, worst_case: of the measured cases; mean: their geometric mean (of call costs, which may be negative, the
     median); met, of: cases that meet it, and all that it is about; status: "met", "missed", or "told" where there is no
     bound; reason: what was not measured, or what the figure is not; read_worst, read_mean: plain read of the same bytes
-    over time (a floor's lines only); denied: why no kernel could meet it, of a line that is missed
+    over time (a floor's lines only); denied: why no kernel could meet it, of a line that is missed; left_out: cases
+    that it cannot be about
     """
 
     target: str
@@ -51,6 +52,7 @@ class Line:
     read_worst: float | None = None
     read_mean: float | None = None
     denied: str = ""
+    left_out: str = ""
 
     @property
     def is_bound(self) -> bool:
@@ -156,7 +158,7 @@ def verdict(line: Line) -> str:
     word: str = "a bound" if line.is_bound else "no target" if line.status == "told" else line.status
     if line.reason:
         word = f"{word}, {line.reason}" if line.worst is not None else line.reason
-    return f"{word}; {line.denied}" if line.denied else word
+    return "; ".join(part for part in (word, line.denied, line.left_out) if part)
 
 
 def read_over_time(line: Line) -> str:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from backends.registry import BACKENDS
 from bench import bounds, results
 from bench.cases import TARGET_BF16_TOKENS, Case, cases
+from bench.peers import PEERS
 from bench.reads import PlainReads
 from bench.target_lines import FLOOR, FLOOR_OVER_TIME, PLAIN, Line, Value, deny, line_of
 from shared import planning, routing
@@ -98,6 +99,7 @@ class Times:
     def __init__(self, found: dict[str, Any]) -> None:
         self._rows: dict[tuple[str, str, str], dict[str, Any]] = {}
         self._amiss: dict[tuple[str, str, str], str] = {}
+        self._skipped: set[tuple[str, str, str]] = set()
         for row in found["rows"]:
             if row.get("scale_layout") == "block":
                 continue
@@ -115,6 +117,7 @@ class Times:
                 continue
             *case, dtype, _, contender = name.split("/")
             self._amiss.setdefault(("/".join(case), dtype, contender), reason)
+            self._skipped.add(("/".join(case), dtype, contender))
         self.peers = sorted({key[2] for key in (*self._rows, *self._amiss)} - set(BACKENDS))
 
     def row(self, case: str, dtypes: Iterable[str], contender: str) -> dict[str, Any] | None:
@@ -149,6 +152,17 @@ class Times:
 
     def measured(self, peer: str) -> bool:
         return any(key[2] == peer for key in self._rows)
+
+    def refused_by_all(self, case: str, dtype: str) -> str | None:
+        """Why no peer computes this case, where each that has this dtype was tried; None where one does, or was not.
+
+        A peer that has no time in the whole run is not there: that it computes a case cannot be told.
+        """
+        rivals = [name for name, peer in PEERS.items() if dtype in peer.dtypes]
+        keys = [(case, dtype, name) for name in rivals]
+        if not keys or not all(key in self._skipped and self.measured(key[2]) for key in keys):
+            return None
+        return "; ".join(self._amiss[key] for key in keys)
 
     def amiss(self, peer: str) -> str | None:
         return next((reason for key, reason in self._amiss.items() if key[2] == peer), None)
@@ -300,12 +314,19 @@ def _gain(times: Times, case: str, backend: str) -> Value:
 
 
 def _peer_lines(times: Times, reads: PlainReads, chosen: Sequence[Layer], dtype: str) -> list[Line]:
-    """Fastest peer's time over each backend's, worst case and geometric mean. An FP8 mode has peers of that mode."""
+    """Fastest peer's time over each backend's, worst case and geometric mean. An FP8 mode has peers of that mode.
+
+    Cases that every peer was tried with and refuses are left out: there is nobody to compare with.
+    """
+    alone = [layer for layer in chosen if times.refused_by_all(layer.name, dtype) is not None]
+    left_out = f"{len(alone)} more cases, such as {alone[0].name}, are refused by every peer" if alone else ""
+    chosen = [layer for layer in chosen if layer not in alone]
     rivals = [(layer, dtype, peer) for layer in chosen if (peer := times.best_peer(layer.name, dtype)) is not None]
     there = {layer.name for layer, _, _ in rivals}
     without = [Value(one.name, None, f"no peer's time in {dtype}") for one in chosen if one.name not in there]
     limits = {
-        kind: _worst_and_mean(bounds.of_peers(reads, rivals, kind) + without, dtype, kind) for kind in (PLAIN, FLOOR)
+        kind: _worst_and_mean(bounds.of_peers(reads, rivals, kind) + without, dtype, kind, left_out)
+        for kind in (PLAIN, FLOOR)
     }
     denied = bounds.denied_mean({kind: mean for kind, (_, mean) in limits.items()}, PEER_MEAN)
     lines = []
@@ -318,14 +339,15 @@ def _peer_lines(times: Times, reads: PlainReads, chosen: Sequence[Layer], dtype:
                 values.append(Value(name, None, times.why_not(layer.name, (dtype,), backend)))
             else:
                 values.append(Value(name, peer["kernel_us"] / ours))
-        worst, mean = _worst_and_mean(values, dtype, backend)
+        worst, mean = _worst_and_mean(values, dtype, backend, left_out)
         lines += [worst, dataclasses.replace(mean, denied=denied if mean.status == "missed" else "")]
     return [*lines, *limits[PLAIN], *limits[FLOOR]]
 
 
-def _worst_and_mean(values: Sequence[Value], dtype: str, backend: str) -> tuple[Line, Line]:
+def _worst_and_mean(values: Sequence[Value], dtype: str, backend: str, left_out: str) -> tuple[Line, Line]:
     """The two lines about peers of a backend or, told, of a bound."""
     worst = line_of("best peer's time / time, each case", dtype, backend, values, ">=", PEER_WORST)
+    worst = dataclasses.replace(worst, left_out=left_out)
     passes = worst.mean is not None and not worst.reason and worst.mean >= PEER_MEAN
     mean = dataclasses.replace(
         worst, target="best peer's time / time, geometric mean", needed=f">= {PEER_MEAN:.3g}",

@@ -127,6 +127,29 @@ def test_a_missing_row_is_missed_as_not_measured(found: Found, launched: Launche
     assert {line.target for line in lines} >= {"slowest backend / fastest", "best peer's time / time, each case"}
 
 
+def test_a_case_that_every_peer_refuses_is_compared_with_none(found: Found, launched: Launched) -> None:
+    case = MIXTRAL.format(8)
+    found["rows"] = [
+        row for row in found["rows"]
+        if (row["case"], row["dtype"]) != (case, "fp8-w8a16") or row["contender"] in BACKENDS
+    ]  # fmt: skip
+
+    def lines() -> list[targets.Line]:
+        judged = targets.judge(found, launched)
+        ours = [line for line in judged if line.dtype == "fp8-w8a16" and not line.is_bound]
+        return [line for line in ours if line.target.startswith("best peer")]
+
+    assert all(line.reason and line.of == 80 for line in lines()), "nobody said that they refuse"
+    for peer in ("vllm-fused-moe", "triton-kernels-matmul", "tokamax-ragged-dot"):
+        found["skipped"][f"{case}/fp8-w8a16/own/{peer}"] = f"{peer} has no such kernel"
+    assert all(
+        line.of == 79 and not line.reason and f"1 more cases, such as {case}" in line.left_out for line in lines()
+    )
+    assert missed(found, launched) == set()
+    found["rows"] = [row for row in found["rows"] if row["contender"] != "vllm-fused-moe"]
+    assert all(line.reason and line.of == 80 for line in lines()), "a peer that is not there refuses nothing"
+
+
 def test_a_wrong_result_in_one_order_is_not_hidden_by_another(found: Found, launched: Launched) -> None:
     case = MIXTRAL.format(128)
     column = also_in_column_order(found, case)
