@@ -120,14 +120,6 @@ def prepare_tokens(x: jax.Array, problem: Problem) -> tuple[jax.Array, jax.Array
     return scale_tokens(x) if problem.scales_x else (x, None)
 
 
-def in_halves(x: jax.Array, halves_of: int) -> jax.Array:
-    """x (T, K) with its values in the places of `shared.fp8.place_of`, for a kernel that takes halves_of values of K in
-    two products. K is a multiple of halves_of."""
-    tokens, k = x.shape
-    pairs = x.reshape(tokens, k // halves_of, halves_of // 4, 2, 2)  # a word's lower and upper two bytes
-    return pairs.swapaxes(2, 3).reshape(tokens, k)
-
-
 def _power_of_two(exponent: jax.Array) -> jax.Array:
     """2**exponent in float32, exact, for int32 exponents of normal numbers (-126 to 127)."""
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

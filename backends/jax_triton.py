@@ -108,7 +108,7 @@ def _moe_gemm(
 
     w_stride_e, w_stride_n = problem.n * problem.k, problem.k
     words = triton_launch.reads_words(problem, config, w_stride_e=w_stride_e, w_stride_n=w_stride_n)
-    halves_of = config.block_k if words and problem.dtype == "fp8-w8a16" else 0
+    halves_of = config.block_k if words else 0
     max_tile_rows = problem.max_tile_rows(config.block_m)
     by = triton_launch.popularity_of(order, popularity)
     # A pointer that a kernel does not touch still has to be one: here topk_ids, below tile_rows stands in.

@@ -31,10 +31,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from backends.compiled import Compiled
-from backends.jax_plan import in_halves, plan, prepare_tokens
-from backends.pallas_triton_ops import atomic_add, dot_fp8, load_words, needs_wide_load, wide_load
+from backends.jax_plan import plan, prepare_tokens
+from backends.pallas_triton_ops import atomic_add, dot_fp8, needs_wide_load, wide_load
 from backends.pallas_triton_rows import reduce_parts, zeros
-from backends.triton_launch import not_in_triton, reads_words, tail_rows
+from backends.triton_launch import not_in_triton, tail_rows
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
 
@@ -129,37 +129,28 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
                 row_scale = [_row_scale(ref, *of, problem) for of in zip(slots_of, token, row_valid, strict=True)]
 
             # Stream K
-            words = _reads_words(problem, config)
-            products = 2 if words else 1
-            depth = block_k // products
+            halves = 2 if _in_halves(problem, config) else 1
+            depth = block_k // halves
 
             def step(index: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                first = index * block_k
-                k = first + lax.iota(jnp.int32, depth)
-                k_valid = None
-                if k_size % block_k:  # both tails are masked: 0 * NaN is NaN
-                    k_valid = (k < k_size)[None, :]
-                if words:
-                    word = lax.div(first, 4) + lax.iota(jnp.int32, block_k // 4)
-                    w_read = load_words(ref["w"].at[expert, n_read[:, None], word[None, :]])
-                else:
-                    w_read = _load(ref["w"], (expert, n_read[:, None], k[None, :]), (block_n, block_k), k_valid)
+                weights = []
+                for half in range(halves):
+                    k = index * block_k + half * depth + lax.iota(jnp.int32, depth)
+                    k_valid = None
+                    if k_size % block_k:  # both tails are masked: 0 * NaN is NaN
+                        k_valid = (k < k_size)[None, :]
+                    w = _load(ref["w"], (expert, n_read[:, None], k[None, :]), (block_n, depth), k_valid)
+                    if problem.is_fp8 and not problem.quantises_x:
+                        w = w.astype(jnp.float16)  # x is float16 then: the one 16-bit type that hardware widens e4m3 to
+                    weights.append((w, k, k_valid))
                 block_scale = None
                 if problem.scale_layout == "block":
-                    block_scale = _block_scale(ref["w_scale"], expert, col * block_n, first, config)
+                    block_scale = _block_scale(ref["w_scale"], expert, col * block_n, index * block_k, config)
                 sums = list(accs)
-                for product in range(products):
-                    if words:
-                        w = _widen_half(w_read, product)
-                    elif problem.is_fp8 and not problem.quantises_x:
-                        # x is float16 then: the one 16-bit type that hardware widens e4m3 to
-                        w = w_read.astype(jnp.float16)
-                    else:
-                        w = w_read
+                for w, k, k_valid in weights:
                     for i, (of, valid) in enumerate(zip(token, row_valid, strict=True)):
                         x_valid = valid[:, None] if k_valid is None else valid[:, None] & k_valid
-                        index_of_x = (of[:, None], k[None, :] + product * depth)
-                        x = _load(ref["x"], index_of_x, (of.size, depth), x_valid)
+                        x = _load(ref["x"], (of[:, None], k[None, :]), (of.size, depth), x_valid)
                         left, right = (w, x) if config.swap_ab else (x, w)
                         if block_scale is None:
                             sums[i] = _dot(left, right, sums[i])
@@ -204,21 +195,17 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
         pl.when(pid < tiles * parts)(one_tile)
 
 
-def _reads_words(problem: Problem, config: Config) -> bool:
-    """Whether weights are read as 32-bit words and a step of K is two products: `triton_launch.reads_words`.
+def _in_halves(problem: Problem, config: Config) -> bool:
+    """Whether a step of K is taken as two products, one after the other into the same sums.
 
-    XLA's Triton ends a step of widened weights with a wait for all its products but the last: of two, one runs on
-    while the next step's weights are widened, as Triton's own compiler has it.
+    Weights that are widened go to the warp-group instruction from registers, as its left operand. XLA's Triton ends
+    such a step with a wait for all its products, and in tall tiles ptxas then runs the instructions one by one
+    (C7514). Of two products it waits for the first alone: the second runs while the next step's weights are widened,
+    as Triton's own compiler has it. In tiles of one block of rows halves are mostly slower (1.0 to 1.4 times), and not
+    taken.
     """
-    return reads_words(problem, config, w_stride_e=problem.n * problem.k, w_stride_n=problem.k)
-
-
-def _widen_half(words: jax.Array, half: int) -> jax.Array:
-    """Bytes 2 * half and 2 * half + 1 of each word (block_n, block_k / 4) of e4m3 weights, as float16: (block_n,
-    block_k / 2), in the order that `jax_plan.in_halves` brings x to."""
-    pair = [lax.shift_right_logical(words, 16 * half + 8 * byte).astype(jnp.int8) for byte in range(2)]
-    pairs = jnp.stack([lax.bitcast_convert_type(byte, jnp.float8_e4m3fn) for byte in pair], axis=-1)
-    return pairs.reshape(words.shape[0], 2 * words.shape[1]).astype(jnp.float16)
+    widened_left = problem.dtype == "fp8-w8a16" and config.swap_ab and problem.scale_layout == "channel"
+    return widened_left and _warp_group(config) and config.block_k >= 64 and tail_rows(config.block_m) > 0
 
 
 def _warp_group(config: Config) -> bool:
@@ -359,8 +346,6 @@ def _moe_gemm(
     popular = order == "popular"
     planned = plan(topk_ids, problem.experts, config.block_m, popular=popular, popularity=popularity)
     x, x_scale = prepare_tokens(x, problem)
-    if _reads_words(problem, config):
-        x = in_halves(x, config.block_k)
     scales = {
         "w_scale": w_scale,
         "x_scale": x_scale,

@@ -1,6 +1,6 @@
 """What Triton can do and Pallas's Triton lowering does not offer. `pallas_triton` is the only user.
 
-`dot_fp8`, `wide_load`, `load_words` and `atomic_add` are JAX primitives of our own, made with internals of JAX (0.11).
+`dot_fp8`, `wide_load` and `atomic_add` are JAX primitives of our own, made with internals of JAX (0.11).
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src import core as jax_core
 from jax._src import tree_util
-from jax._src.lib.mlir import ir
 from jax._src.lib.triton import dialect as triton_dialect
-from jax._src.pallas import core as pallas_core
 from jax._src.pallas import primitives as pallas_primitives
 from jax._src.pallas.triton import lowering
 from jax._src.state import discharge
-from jax._src.state import types as effects
 from jax._src.state import primitives as state_primitives
 from jax.interpreters import mlir
 
@@ -28,7 +25,6 @@ IMPRECISE_ACCUMULATIONS = 2**30
 
 _dot_fp8_p = jax_core.Primitive("dot_fp8")
 _wide_load_p = jax_core.Primitive("wide_load")
-_load_words_p = jax_core.Primitive("load_words")
 _atomic_add_p = jax_core.Primitive("relaxed_atomic_add")
 
 
@@ -49,16 +45,6 @@ def wide_load(ref: Any, mask: jax.Array | None, other: float | None) -> jax.Arra
     base, transforms = state_primitives.get_ref_and_transforms(ref, None, "wide_load")
     flat, tree = tree_util.tree_flatten((base, transforms, mask, other))
     return _wide_load_p.bind(*flat, args_tree=tree, cache_modifier=None, eviction_policy=None, is_volatile=False)
-
-
-def load_words(ref: Any) -> jax.Array:
-    """ref[..., word] of a one-byte array whose last axis is a multiple of 4, as int32: bytes 4 * word to 4 * word + 3.
-
-    ref is indexed by integer arrays. The array starts at a multiple of 4 bytes, as JAX's arrays do.
-    """
-    base, transforms = state_primitives.get_ref_and_transforms(ref, None, "load_words")
-    flat, tree = tree_util.tree_flatten((base, transforms))
-    return _load_words_p.bind(*flat, args_tree=tree)
 
 
 def atomic_add(ref: Any, value: jax.Array, mask: jax.Array) -> None:
@@ -108,32 +94,6 @@ def _wide_load_triton(context: Any, *flat: Any, **parameters: Any) -> Any:
     claimed = jax_core.ShapedArray((array.shape[0] * 4, *array.shape[1:]), array.dtype)
     wide = dataclasses.replace(info, full_shape_dtype=claimed)
     return lowering._masked_load_lowering_rule(context.replace(block_infos=[wide, *others]), *flat, **parameters)
-
-
-@_load_words_p.def_effectful_abstract_eval
-def _load_words_shape(*flat: Any, args_tree: Any) -> Any:
-    base, transforms = args_tree.unflatten(flat)
-    shape = pallas_core.TransformedRef(base, transforms).shape
-    return jax_core.ShapedArray(shape, jnp.int32), {effects.ReadEffect(0)}
-
-
-@discharge.register_discharge_rule(_load_words_p)
-def _load_words_interpreted(context: Any, *flat: Any, args_tree: Any) -> Any:
-    ref, (indexer,) = args_tree.unflatten(flat)
-    words = lax.bitcast_convert_type(ref.reshape(*ref.shape[:-1], ref.shape[-1] // 4, 4), jnp.int32)
-    return (None,) * len(context.in_avals), words[indexer.indices]
-
-
-@lowering.register_lowering(_load_words_p)
-def _load_words_triton(context: Any, *flat: Any, args_tree: Any) -> Any:
-    info, *_ = context.block_infos
-    pointer, (indexer,) = args_tree.unflatten(flat)
-    *rows, row = info.full_shape_dtype.shape
-    words = dataclasses.replace(info, full_shape_dtype=jax_core.ShapedArray((*rows, row // 4), jnp.int32))
-    space = triton_dialect.PointerType(pointer.type).address_space
-    word = ir.IntegerType.get_signless(32)
-    pointer = triton_dialect.bitcast(triton_dialect.PointerType.get(word, space), pointer)
-    return lowering._load(lowering._compute_pointers_from_indices(pointer, words, indexer))
 
 
 _atomic_add_p.def_effectful_abstract_eval(pallas_primitives._swap_abstract_eval)

@@ -181,7 +181,7 @@ def _work(
     plan = ("sorted_slot", "tile_expert", "tile_rows")
     of_x = ("x", scaled, x_scale) if problem.scales_x else ("tile_rows",) * 3
     prepared = ("topk_ids", popularity, of_x[0], *plan, span, *of_x[1:])
-    halves_of = config.block_k if words and problem.dtype == "fp8-w8a16" else 0
+    halves_of = config.block_k if words else 0
     constants = triton_launch.prepare_constants(problem, config.block_m, by, x_stride=x_stride, halves_of=halves_of)
     prepare_grid = triton_launch.prepare_grid(problem)
     steps = [Step("prepare_kernel", prepare_grid, prepared, slots, constants)]

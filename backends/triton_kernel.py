@@ -115,26 +115,6 @@ def widen_half(words, HALF: tl.constexpr):
 
 
 @triton.jit
-def byte_of(words, INDEX: tl.constexpr):
-    """One byte of each word, as e4m3; byte 0 is the first in memory."""
-    return (words >> (8 * INDEX)).to(tl.int8).to(tl.float8e4nv, bitcast=True)
-
-
-@triton.jit
-def unpack(words, dtype: tl.constexpr):
-    """Words (BLOCK_N, ...) as the weights (BLOCK_N, BLOCK_K) of dtype that they hold, in their order in memory."""
-    if dtype == tl.float8e4nv:
-        weights = tl.join(
-            tl.join(byte_of(words, 0), byte_of(words, 2)), tl.join(byte_of(words, 1), byte_of(words, 3))
-        )
-    else:
-        first = words.to(tl.int16).to(dtype, bitcast=True)
-        second = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
-        weights = tl.join(first, second)
-    return tl.reshape(weights, (words.shape[0], words.shape[1] * 32 // dtype.primitive_bitwidth))
-
-
-@triton.jit
 def multiply(acc, x, w, block_scale, SCALES: tl.constexpr, SWAP_AB: tl.constexpr):
     """acc + x @ w.T in float32; acc (rows, BLOCK_N), with SWAP_AB (BLOCK_N, rows)."""
     if SCALES == "block":  # partial sums are scaled in float32
@@ -180,8 +160,7 @@ def gemm_tile(
 ):  # fmt: skip
     """The tile of the rows slot (ROWS,), and with TAIL also tail_slot (TAIL,), and the channels n (BLOCK_N,): its K
     steps from first_step to end_step. Each is one product or, with W_WORDS, two of half the depth."""
-    WIDENS: tl.constexpr = SCALES != "none" and not QUANTISED_X
-    PRODUCTS: tl.constexpr = 2 if W_WORDS and WIDENS else 1
+    PRODUCTS: tl.constexpr = 2 if W_WORDS else 1
     DEPTH: tl.constexpr = BLOCK_K // PRODUCTS
     # Gather rows. Offsets of rows and experts are 64-bit: T * top_k * N and E * N * K pass 2**31.
     k = first_step * BLOCK_K + tl.arange(0, DEPTH)
@@ -196,8 +175,7 @@ def gemm_tile(
     w_rows = expert.to(tl.int64) * w_stride_e + n_read.to(tl.int64) * w_stride_n
     # Weights that are widened go through registers. As values, a thread gets two at a time from shared memory, all that
     # lie side by side of what it multiplies; as words, all that it needs by ldmatrix, and 16 bytes a copy before that.
-    w_type: tl.constexpr = w_ptr.dtype.element_ty
-    W_VALUES: tl.constexpr = 1 if not W_WORDS else 2 if SCALES == "none" else 4  # of what one element of w_ptrs points to
+    W_VALUES: tl.constexpr = 4 if W_WORDS else 1  # of what one element of w_ptrs points to
     if W_WORDS:
         w_ptr = w_ptr.to(tl.pointer_type(tl.int32))
         w_rows = w_rows // W_VALUES
@@ -236,7 +214,7 @@ def gemm_tile(
         for product in tl.static_range(PRODUCTS):
             x = load_x(x_ptrs + product * DEPTH, row_valid, k_valid, MASK_K)
             if W_WORDS:
-                w = widen_half(w_read, product) if WIDENS else unpack(w_read, w_type)
+                w = widen_half(w_read, product)
             elif SCALES != "none" and not QUANTISED_X:
                 w = w_read.to(tl.float16)  # x is float16 then: the one 16-bit type that hardware widens e4m3 to
             else:

@@ -90,7 +90,7 @@ def reads_words(problem: Problem, config: Config, *, w_stride_e: int, w_stride_n
     are scaled beforehand, so that `prepare_kernel` can bring their values to the products' order at no cost. Words
     need whole steps of K, and rows of weights that start at multiples of 16 bytes. Strides in elements.
     """
-    widened_left = config.swap_ab and (problem.dtype == "fp8-w8a16" or tail_rows(config.block_m) > 0)
+    widened_left = problem.dtype == "fp8-w8a16" and problem.scales_x and config.swap_ab
     warp_group = config.num_warps % 4 == 0 and config.block_n >= 64
     whole = problem.k % config.block_k == 0 and config.block_k >= 32
     return widened_left and warp_group and whole and w_aligned and w_stride_e % 16 == 0 and w_stride_n % 16 == 0
