@@ -50,8 +50,10 @@ def fuzz_text(reports: list[dict[str, Any]]) -> str:
 
 
 def _sanitizer(folder: Path, merged: dict[str, Any]) -> str:
-    path = folder / "sanitizer.json"
-    return sanitizer_text(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else NOT_MEASURED
+    """Every run of the folder, the latest first."""
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("sanitizer*.json")]
+    reports.sort(key=lambda report: report["date"], reverse=True)
+    return "\n\n".join(sanitizer_text(report) for report in reports) or NOT_MEASURED
 
 
 def _fuzz(folder: Path, merged: dict[str, Any]) -> str:

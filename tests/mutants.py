@@ -50,6 +50,10 @@ def two_blocks(backend: str) -> tuple[str, ...]:
     return ("tests/test_moe_gemm.py", "-k", f"{backend} and two_blocks and not split")
 
 
+def words(backend: str) -> tuple[str, ...]:
+    return ("tests/test_words.py", "-k", f"{backend} or words_need")
+
+
 T = "torch-triton"
 MUTANTS = (
     # The Triton kernel
@@ -63,10 +67,10 @@ MUTANTS = (
     Mutant("shifted row mask", TRITON, "row_valid = slot < slots", "row_valid = slot < slots - 1", gemm(T, "ragged and fp16 and row")),
     Mutant("shifted K mask", TRITON, "k_valid = k < K\n", "k_valid = k < K - 1\n", gemm(T, "ragged and fp16 and row")),
     Mutant("unmasked K tail", TRITON, "MASK_K: tl.constexpr = K % BLOCK_K != 0", "MASK_K: tl.constexpr = K < 0", gemm(T, "ragged and fp16 and row")),
-    Mutant("K tail of w unmasked, times zero", TRITON, "w = tl.load(w_ptrs, mask=k_valid[None, :], other=0.0)", "w = tl.load(w_ptrs)", ("tests/test_moe_gemm.py", "-k", "torch_strides")),
+    Mutant("K tail of w unmasked, times zero", TRITON, "w_read = tl.load(w_ptrs, mask=k_valid[None, :], other=0.0)", "w_read = tl.load(w_ptrs)", ("tests/test_moe_gemm.py", "-k", "torch_strides")),
     Mutant("last K step dropped", TRITON, "first_step, end_step = 0, steps", "first_step, end_step = 0, steps - 1", gemm(T, "ragged and fp16 and row")),
-    Mutant("K steps overlap", TRITON, "w_ptrs += BLOCK_K\n", "w_ptrs += BLOCK_K - 1\n", gemm(T, "ragged and fp16 and row")),
-    Mutant("split: every part reads the first's K", TRITON, "k = first_step * BLOCK_K + tl.arange(0, BLOCK_K)", "k = tl.arange(0, BLOCK_K)", split(T, "fp16-two-pass")),
+    Mutant("K steps overlap", TRITON, "w_ptrs += BLOCK_K // W_VALUES\n", "w_ptrs += BLOCK_K // W_VALUES - 1\n", gemm(T, "ragged and fp16 and row")),
+    Mutant("split: every part reads the first's K", TRITON, "k = first_step * BLOCK_K + tl.arange(0, DEPTH)", "k = tl.arange(0, DEPTH)", split(T, "fp16-two-pass")),
     Mutant("split: last steps dropped", TRITON, "end_step = min(first_step + part_steps, steps)", "end_step = min(first_step + part_steps, steps - 1)", split(T, "fp16-two-pass")),
     Mutant("K mask stays at the first step", TRITON, "        k += BLOCK_K\n", "", gemm(T, "ragged and fp16 and row")),
     Mutant("split: block scale of the first part", TRITON, "block_scale_ptrs + step * BLOCK_K // 128", "block_scale_ptrs + (step - first_step) * BLOCK_K // 128", split(T, "w8a16-block-two-pass")),
@@ -111,8 +115,14 @@ MUTANTS = (
     Mutant("second chunk of a row taken for the first", PREPARE, "if CHUNK < K:", "if False:", ("tests/test_fp8.py", "-k", "triton and row_lengths")),
     Mutant("token scale off by a factor of 2", PREPARE, "> 0x600000)", "> 0x700000)", ("tests/test_fp8.py", "-k", "triton")),
     Mutant("NaN token not marked", PREPARE, 'tl.where(tl.max(not_finite, 0) > 0, float("nan"), scale)', "scale", ("tests/test_fp8.py", "-k", "triton")),
-    Mutant("two blocks: tail not multiplied", TRITON, "tall = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots", "tall = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < 0", two_blocks(T)),
-    Mutant("two blocks: a tail of one slot not seen", TRITON, "tall = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS)", "tall = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + 1)", two_blocks(T)),
+    Mutant("two blocks: tail not multiplied", TRITON, "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots)", "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < 0)", two_blocks(T)),
+    Mutant("two blocks: a tail of one slot not seen", TRITON, "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots)", "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + 1) < slots)", two_blocks(T)),
+    Mutant("row order: parts of another number of tiles", TRITON, "tiles = tl.num_programs(0) // PARTS", "tiles = tl.num_programs(0) // PARTS + 1", ("tests/test_moe_gemm.py", "-k", "torch-triton and two_blocks and split")),
+    Mutant("words: halves exchanged", TRITON, "w = widen_half(w_read, product)", "w = widen_half(w_read, 1 - product)", words(T)),
+    Mutant("words: a byte taken twice", TRITON, "pairs = tl.join(first, second)", "pairs = tl.join(first, first)", words(T)),
+    Mutant("words: second half of x not read", TRITON, "x = load_x(x_ptrs + product * DEPTH,", "x = load_x(x_ptrs,", words(T)),
+    Mutant("words: x in its own order", PREPARE, "token * K + place_of(start + chunk, HALVES_OF)", "token * K + start + chunk", words(T)),
+    Mutant("words: of rows that start anywhere", "backends/triton_launch.py", "and w_stride_n % 16 == 0", "and w_stride_n > 0", words(T)),
     Mutant("two blocks: tail has the head's slots", TRITON, "tail_slot = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS +", "tail_slot = tl.load(sorted_slot_ptr + row * BLOCK_M +", two_blocks(T)),
     Mutant("two blocks: -1 rows of the tail not written", TRITON, "tl.zeros((TAIL, BLOCK_N), tl.float32), tail_slot, slots,", "tl.zeros((TAIL, BLOCK_N), tl.float32), tail_slot, 0,", two_blocks(T)),
     Mutant("two blocks: the tail's rows of x do not go on", TRITON, "tail_ptrs += BLOCK_K", "tail_ptrs += 0", two_blocks(T)),
@@ -121,7 +131,7 @@ MUTANTS = (
     Mutant("jax plan: -1 rows first", PLAN_JAX, "experts, ids)\n", "0, ids)\n", ("tests/test_planning.py", "-k", "jax")),
     Mutant("jax: token not clamped", PLAN_JAX, "> 0x600000)", "> 0x7FFFFF)", ("tests/test_fp8.py", "-k", "jax")),
     # The Pallas kernel, Triton lowering
-    Mutant("pallas: skipped tile", PALLAS, "@pl.when(pid < tiles * parts)", "@pl.when(pid < tiles * parts - 1)", gemm("pallas-triton", "ragged and fp16 and row")),
+    Mutant("pallas: skipped tile", PALLAS, "pl.when(pid < tiles * parts)(one_tile)", "pl.when(pid < tiles * parts - 1)(one_tile)", gemm("pallas-triton", "ragged and fp16 and not row")),
     Mutant("pallas: last band not cut", PALLAS, "rows = jnp.minimum(group_m, tile_rows - first_row)", "rows = jnp.int32(group_m)", ("tests/test_tile_order.py", "-k", "pallas_equals and pallas-triton")),
     Mutant("pallas: shifted mask", PALLAS, "(n < n_size)[None, :]", "(n < n_size - 1)[None, :]", gemm("pallas-triton", "ragged and fp16 and row")),
     Mutant("pallas: first half of a K step twice", PALLAS, "k = index * block_k + half * depth + lax.iota", "k = index * block_k + lax.iota", ("tests/test_moe_gemm.py", "-k", "two_products")),
@@ -130,7 +140,7 @@ MUTANTS = (
     Mutant("pallas: wrong expert", PALLAS, 'ref["tile_expert"][row]', 'jnp.minimum(ref["tile_expert"][row], 0)', gemm("pallas-triton", "ragged and fp16 and row")),
     Mutant("pallas: dropped channel scale", PALLAS, 'if problem.scale_layout == "channel" and not sums_only:', "if False:", gemm("pallas-triton", "ragged and w8a16-channel and row")),
     Mutant("pallas: block scale wrong", PALLAS, "lax.div(k, SCALE_BLOCK)", "lax.div(k, 2 * SCALE_BLOCK)", gemm("pallas-triton", "scale-blocks and w8a8-block")),
-    Mutant("pallas: -1 rows not written", PALLAS, "@pl.when(expert < 0)", "@pl.when(expert < -1)", gemm("pallas-triton", "some-minus-one and fp16 or some-minus-one and bf16")),
+    Mutant("pallas: -1 rows not written", PALLAS, "@pl.when(jnp.logical_not(has_expert))", "@pl.when(expert < -1)", gemm("pallas-triton", "some-minus-one and fp16 or some-minus-one and bf16")),
     Mutant("pallas: FP8 promoted to float16", "backends/pallas_triton_ops.py", "max_num_imprecise_acc=IMPRECISE_ACCUMULATIONS", "max_num_imprecise_acc=0", compiled("pallas-triton", "test_compiles and w8a8-block")),
     Mutant("pallas split: first step dropped", PALLAS, "first_step = part * config.k_steps_per_split(k_size)", "first_step = part * config.k_steps_per_split(k_size) + 1", split("pallas-triton", "two-pass")),
     Mutant("pallas split: added without a mask", PALLAS, "atomic_add(target, y.astype(ref[\"y\"].dtype), valid)", "atomic_add(target, y.astype(ref[\"y\"].dtype), valid | ~valid)", split("pallas-triton", "atomic")),
@@ -138,8 +148,8 @@ MUTANTS = (
     Mutant("pallas split: a part too few added", "backends/pallas_triton_rows.py", "for part in range(parts):", "for part in range(parts - 1):", split("pallas-triton", "two-pass")),
     Mutant("pallas popular: span of the wrong row", PALLAS, "tile_span[by_rows, 0], tile_span[by_rows, 1]", "tile_span[by_rows, 0], tile_span[by_rows, 1] + 1", ("tests/test_tile_order.py", "-k", "pallas_equals and popular and pallas-triton")),
     Mutant("jax plan: popularity ignored", PLAN_JAX, "heat = counts if popularity is None else", "heat = counts if popularity is None or True else", ("tests/test_planning.py", "-k", "jax")),
-    Mutant("pallas two blocks: tail not multiplied", PALLAS, "(first_of_tail < slots)", "(first_of_tail < 0)", two_blocks("pallas-triton")),
-    Mutant("pallas two blocks: no tile without a tail", PALLAS, "(first_of_tail >= slots)", "(first_of_tail > slots)", two_blocks("pallas-triton")),
+    Mutant("pallas two blocks: tail not multiplied", PALLAS, "pl.when(has_expert & tail_used)", "pl.when(has_expert & (expert < 0))", two_blocks("pallas-triton")),
+    Mutant("pallas two blocks: no tile without a tail", PALLAS, "has_expert & jnp.logical_not(tail_used)", "has_expert & (expert < 0)", two_blocks("pallas-triton")),
     # The Pallas kernel, Mosaic GPU lowering
     Mutant("mosaic: skipped tile", MOSAIC, "lax.div(tiles * parts - block", "lax.div(tiles * parts - 1 - block", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: wrong expert", MOSAIC, "part, expert_gmem[row], needed", "part, expert_gmem[row * 0], needed", gemm("pallas-mosaic", "ragged and fp16 and row")),

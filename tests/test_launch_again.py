@@ -317,7 +317,8 @@ def test_launches_go_to_the_current_device_only(driver: Driver) -> None:
 
 SIGNATURE: dict[str, Any] = {
     "problem": PROBLEM, "order": "row", "config": SMALL, "by": "none", "x_stride": 64, "w_stride_e": 4096,
-    "w_stride_n": 64, "x_dtype": torch.bfloat16, "w_dtype": torch.float8_e4m3fn, "device": torch.device("cuda:0"),
+    "w_stride_n": 64, "words": False, "x_dtype": torch.bfloat16, "w_dtype": torch.float8_e4m3fn,
+    "device": torch.device("cuda:0"),
 }  # fmt: skip
 
 
@@ -335,6 +336,7 @@ SIGNATURE: dict[str, Any] = {
         ("x_stride", 72),
         ("w_stride_e", 8192),
         ("w_stride_n", 72),
+        ("words", True),
         ("x_dtype", torch.float16),
         ("w_dtype", torch.float8_e5m2),
         ("device", torch.device("cuda:1")),

@@ -1,0 +1,120 @@
+"""e4m3 weights read as 32-bit words (fp8-w8a16 in torch-triton and jax-triton): order of x, results, machine code."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from backends import arrays, triton_launch
+from shared import fp8
+from shared.config import Config
+from shared.problem import Problem
+from tests import cases
+from tests.execute import check, run
+from tests.where import HAS_GPU, NUMERICS
+
+SMALL = Config(block_m=16, block_n=64, block_k=64, num_stages=2)
+TRITON = ("torch-triton", "jax-triton")
+
+
+def reads_words(problem: Problem, config: Config, *, w_stride_e: int = 0, w_stride_n: int = 0) -> bool:
+    return triton_launch.reads_words(
+        problem, config, w_stride_e=w_stride_e or problem.n * problem.k, w_stride_n=w_stride_n or problem.k
+    )
+
+
+@pytest.mark.parametrize("halves_of", [32, 64, 256])
+def test_a_half_has_two_bytes_of_each_word(halves_of: int) -> None:
+    k = np.arange(4 * halves_of)
+    place = fp8.place_of(k, halves_of)
+    assert sorted(place) == k.tolist()
+    assert (place // halves_of == k // halves_of).all(), "a value stays in its step of K"
+    second = place % halves_of >= halves_of // 2
+    assert (second == (k % 4 >= 2)).all(), "the first product has the lower two bytes of each word"
+    order = np.argsort(place)[: halves_of // 2]
+    assert (np.diff(order) > 0).all(), "in their order"
+
+
+@NUMERICS
+@pytest.mark.parametrize("halves_of", [64, 256])
+@pytest.mark.parametrize("k", [256, 768])
+def test_prepare_brings_x_to_that_order(k: int, halves_of: int) -> None:
+    import torch
+
+    from backends import torch_triton
+
+    x = np.random.default_rng(0).normal(size=(3, k)).astype(cases.float_dtype("bfloat16"))
+    launch = torch_triton._launch if HAS_GPU else torch_triton._launch_interpreted
+    tensor = arrays.numpy_to_torch(x.copy()).to("cuda" if HAS_GPU else "cpu")
+    scaled = torch.full(x.shape, 9.0, device=tensor.device).to(torch.float16)
+    scale = torch.full((len(x),), 7.0, device=tensor.device)
+    problem = Problem.of("fp8-w8a16", tokens=len(x), experts=1, n=64, k=k, top_k=1)
+    constants = triton_launch.prepare_constants(problem, 16, x_stride=k, halves_of=halves_of)
+    ids = torch.zeros((len(x), 1), dtype=torch.int32, device=tensor.device)
+    plan = torch.empty((3, 16 * problem.max_tile_rows(16)), dtype=torch.int32, device=tensor.device)
+    arguments = (ids, ids, tensor, *plan, plan[0], scaled, scale, problem.slots)
+    launch("prepare_kernel", triton_launch.prepare_grid(problem), arguments, constants)
+    expected, expected_scale = fp8.scale_token(x)
+    assert (arrays.to_host(scaled)[:, fp8.place_of(np.arange(k), halves_of)] == expected).all()
+    assert (arrays.to_host(scale) == expected_scale).all()
+
+
+@NUMERICS
+@pytest.mark.parametrize("backend", TRITON)
+@pytest.mark.parametrize("variant", ["fp8-w8a16-channel", "fp8-w8a16-block"])
+@pytest.mark.parametrize("changes", [{}, {"block_m": 48}, {"split_k": 2}], ids=["one-block", "two-blocks", "split"])
+def test_results(changes: dict[str, int], variant: str, backend: str) -> None:
+    config = SMALL.replace(**changes)
+    data = cases.data_of(dataclasses.replace(cases.TALL, k=192, config=config), variant)
+    assert reads_words(data.problem, config)
+    check(run(backend, data, "row", config), data, config.rounded_parts(192))
+
+
+@NUMERICS
+@pytest.mark.parametrize("offset", [0, 1, 4], ids=["aligned", "odd", "of-words"])
+def test_weights_that_start_anywhere_torch_triton(offset: int) -> None:
+    """Words at other addresses than multiples of 16 bytes would fault, or be copied byte by byte."""
+    import torch
+
+    from backends import torch_triton
+
+    data = cases.data_of(dataclasses.replace(cases.TALL, k=192, config=SMALL), "fp8-w8a16-channel")
+    place = "cuda" if HAS_GPU else "cpu"
+    given = (data.x, data.w, data.w_scale, data.topk_weight)
+    x, w, w_scale, topk_weight = (None if a is None else arrays.numpy_to_torch(a).to(place) for a in given)
+    room = torch.empty(w.numel() + 16, dtype=torch.uint8, device=place)
+    moved = room[offset : offset + w.numel()].view(w.dtype).view(w.shape)
+    moved.view(torch.uint8).copy_(w.view(torch.uint8))
+    ids = torch.from_numpy(data.ids).to(place)
+    y = torch_triton.moe_gemm(
+        x, moved, ids, w_scale, topk_weight, problem=data.problem, order="row", config=SMALL, interpret=not HAS_GPU
+    )
+    check(arrays.to_host(y), data)
+
+
+def test_words_need_whole_steps_scaled_x_and_rows_of_16_bytes() -> None:
+    problem = Problem.of("fp8-w8a16", tokens=4, experts=2, n=64, k=192, top_k=1)
+    assert reads_words(problem, SMALL)
+    assert not reads_words(dataclasses.replace(problem, k=168), SMALL)
+    assert not reads_words(dataclasses.replace(problem, activation="float16"), SMALL)
+    assert not reads_words(problem, SMALL.replace(swap_ab=False))
+    assert not reads_words(problem, SMALL.replace(num_warps=2))
+    assert not reads_words(problem, SMALL.replace(block_n=32))
+    assert not reads_words(problem, SMALL, w_stride_n=200)
+    assert not reads_words(problem, SMALL, w_stride_e=64 * 192 + 8)
+    assert not reads_words(Problem.of("fp8-w8a8", tokens=4, experts=2, n=64, k=192, top_k=1), SMALL)
+
+
+@pytest.mark.compile_only
+def test_a_thread_gets_its_operand_by_ldmatrix() -> None:
+    """Read value by value it took a 16-bit load for every two weights, and copies of 8 bytes."""
+    problem = Problem.of("fp8-w8a16", tokens=128, experts=8, n=4096, k=7168, top_k=2)
+    code = triton_launch.compile_only(problem, "row", Config(block_m=48, block_n=128, block_k=128, num_stages=4))
+    assert code.sass is not None
+    assert "LDSM" in code.sass
+    assert not re.search(r"\bLDS\.U16", code.sass)
+    assert not re.search(r"\bLDGSTS\.E(?!\.BYPASS\.128)", code.sass)
+    assert code.spills == 0
