@@ -64,7 +64,8 @@ def moe_gemm(
     topk_weight (T, top_k) float32, multiplies the rows of y
     mode        None: the dtype of w says it, and FP8 means w8a16. "w8a8" quantises x per token on the fly.
     order       in which order thread blocks walk the output tiles: row, column, grouped, popular. Tiles are tuned in
-                column order, pallas-mosaic's in row order, in which it is the faster where many experts are active
+                column order, pallas-mosaic's and those for many tokens in row order. Row order is the faster one where
+                an expert's slots fit one tile, column order where they fill several
     config      tile shape; None takes the best known one, which `choose_config` shows
     backend     torch-triton, jax-triton, pallas-triton, pallas-mosaic
     popularity  (E,) int32, for order "popular" alone: experts are walked by falling popularity, such as their slots in
