@@ -11,6 +11,7 @@ import dataclasses
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -185,13 +186,21 @@ def copy_tree(folder: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
+PATIENCE = 900
+"""Seconds after which a run that does not end is killed: what a fault wrote over memory can leave a process hanging."""
+
+
 def run_tests(folder: Path, tests: Iterable[str]) -> tuple[int, str]:
-    """pytest's exit status and output: 0 green, 1 red, -N killed by signal N; the rest are no verdicts."""
+    """pytest's exit status and output: 0 green, 1 red, -N killed by signal N (also after PATIENCE); others: no verdict."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     # Compiled kernels are cached by their source, but the cache must not grow from faulty ones.
     environment["TRITON_CACHE_DIR"] = str(folder / "triton-cache")
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    options = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": PATIENCE}
+    try:
+        result = subprocess.run(command, check=False, **options)
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL, f"no end after {PATIENCE} s"
     return result.returncode, result.stdout + result.stderr
 
 
