@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 DTYPES = ("fp16", "bf16", "fp8-w8a16", "fp8-w8a8")
 """A row for each: where a library has no kernel for a dtype, the row says so."""
 _VLLM = "vllm.model_executor.layers.fused_moe.fused_moe"
-_TRIALS = 5
-"""Calls by which the fastest of a library's configs is chosen, before anything is timed."""
 
 
 def missing(module: str, remedy: str) -> str | None:
@@ -211,7 +208,7 @@ def tokamax_missing() -> str | None:
 def tokamax_ragged_dot(data: Data, gemm: str) -> Ready:
     """tokamax.ragged_dot by the fastest of a few of its implementations and configs on this GPU, rows of x sorted.
 
-    It has no tuned configs for an H200: its own choice is among those tried, and `about` names what was fastest. Its
+    It has no tuned configs for an H200: its own choice is among the ways, and `about` names what was fastest. Its
     group bookkeeping is part of every call. fp8-w8a16: x and scales in float16, as its kernel widens weights to the
     scales' dtype and Hopper widens e4m3 to float16 only.
     """
@@ -243,13 +240,14 @@ def tokamax_ragged_dot(data: Data, gemm: str) -> Ready:
     out = jax.numpy.dtype(data.problem.activation)
     named = {name: jax.jit(functools.partial(dot, one)) for name, one in _tokamax_ways(data).items()}
     with _without_warnings("absl"):
-        best, refused = _fastest(named, arguments)
-    if best is None:
+        refused = _refused(named, arguments)
+    ways = {name: way for name, way in named.items() if name not in refused}
+    if not ways:
         raise NotImplementedError(f"tokamax.ragged_dot: {'; '.join(f'{n}: {why}' for n, why in refused.items())}")
-    told = f"tokamax {tokamax.__version__}: {best}, the fastest of {len(named) - len(refused)}"
+    told = f"tokamax {tokamax.__version__}"
     if refused:
         told += "; refused: " + "; ".join(f"{name}: {why}" for name, why in refused.items())
-    return Ready(named[best], arguments, about=told)
+    return Ready(next(iter(ways.values())), arguments, about=told, ways=ways)
 
 
 def _tokamax_ways(data: Data) -> dict[str, Any]:
@@ -279,22 +277,17 @@ def _tokamax_ways(data: Data) -> dict[str, Any]:
     return ways
 
 
-def _fastest(ways: Mapping[str, Callable[..., Any]], arguments: Sequence[Any]) -> tuple[str | None, dict[str, str]]:
-    """(the name of the fastest by the host's clock, {name: why not} of those that fail)."""
+def _refused(ways: Mapping[str, Callable[..., Any]], arguments: Sequence[Any]) -> dict[str, str]:
+    """{name: why} of the ways that fail. Each is compiled by its first call, all side by side."""
     import jax
 
-    seconds: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    with concurrent.futures.ThreadPoolExecutor(len(ways)) as pool:  # each compiles at its first call
-        first = {
-            name: pool.submit(lambda way: jax.block_until_ready(way(*arguments)), way) for name, way in ways.items()
-        }
-    for name, way in ways.items():
+    def first(way: Callable[..., Any]) -> str | None:
         try:
-            first[name].result()
-            start = time.perf_counter()
-            jax.block_until_ready([way(*arguments) for _ in range(_TRIALS)])
-            seconds[name] = time.perf_counter() - start
+            jax.block_until_ready(way(*arguments))
         except Exception as error:
-            refused[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
-    return min(seconds, key=lambda name: seconds[name], default=None), refused
+            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
+        return None
+
+    with concurrent.futures.ThreadPoolExecutor(len(ways)) as pool:
+        reasons = dict(zip(ways, pool.map(first, ways.values()), strict=True))
+    return {name: reason for name, reason in reasons.items() if reason is not None}

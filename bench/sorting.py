@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ class Ready:
     in_slots:    y is (T, top_k, N), a slot's row at its place; else (S, N) sorted by expert, as `sort_slots` sorts
     kernel_name: substring of the names of the kernels that are its kernel time; None: all that it launches
     about:       version and config, to be told with its times
+    ways:        by name, calls that compute the same by other implementations or configs, call one of them: the one
+                 that takes the GPU the least time is to be measured (`bench.contenders.fastest_way`)
     """
 
     call: Callable[..., Any]
@@ -25,6 +27,7 @@ class Ready:
     in_slots: bool = False
     kernel_name: str | None = None
     about: str | None = None
+    ways: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def to_y(self, data: Data, result: Any) -> Any:
         """The result of a call -> torch (T, top_k, N); slots of no expert are zeros."""
