@@ -34,7 +34,7 @@ from backends.compiled import Compiled
 from backends.jax_plan import plan, prepare_tokens
 from backends.pallas_triton_ops import atomic_add, dot_fp8, needs_wide_load, wide_load
 from backends.pallas_triton_rows import reduce_parts, zeros
-from backends.triton_launch import not_in_triton, tail_rows
+from backends.triton_launch import not_in_triton, tail_rows, warp_group
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
 
@@ -80,11 +80,9 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
     # Locate tile
     pid = pl.program_id(0)
     tile_cols = problem.tile_cols(block_n)
-    tile_rows: Any = ref["tile_rows"][0]
-    if order == "row":
-        # Where a tile is does not depend on tile_rows, so nothing waits for that: there are programs for the most tile
-        # rows, and those past the ones in use have no expert and no slots.
-        tile_rows = problem.max_tile_rows(block_m)
+    # Where a tile is does not depend on tile_rows in row order, so nothing waits for that: there are programs for the
+    # most tile rows, and those past the ones in use have no expert and no slots.
+    tile_rows: Any = problem.max_tile_rows(block_m) if order == "row" else ref["tile_rows"][0]
     tiles = tile_rows * tile_cols
 
     def one_tile() -> None:
@@ -205,12 +203,7 @@ def _in_halves(problem: Problem, config: Config) -> bool:
     taken.
     """
     widened_left = problem.dtype == "fp8-w8a16" and config.swap_ab and problem.scale_layout == "channel"
-    return widened_left and _warp_group(config) and config.block_k >= 64 and tail_rows(config.block_m) > 0
-
-
-def _warp_group(config: Config) -> bool:
-    """Whether the tile is a warp-group instruction's: four warps, 64 rows of its left operand."""
-    return config.num_warps % 4 == 0 and (config.block_n if config.swap_ab else config.block_m) >= 64
+    return widened_left and warp_group(config) and config.block_k >= 64 and tail_rows(config.block_m) > 0
 
 
 def _row_scale(ref: dict[str, Any], slot: jax.Array, token: jax.Array, valid: jax.Array, problem: Problem) -> jax.Array:
@@ -454,7 +447,7 @@ def _shared_bytes(problem: Problem, config: Config) -> int:
     """
     x_bytes = config.block_m * config.block_k * problem.x_itemsize
     w_bytes = config.block_n * config.block_k * problem.w_itemsize
-    if not _warp_group(config):
+    if not warp_group(config):
         return max(1, config.num_stages - 1) * (x_bytes + w_bytes)
     if problem.dtype != "fp8-w8a16":
         return config.num_stages * (x_bytes + w_bytes)

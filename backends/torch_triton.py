@@ -102,10 +102,6 @@ _APART = 256
 """Bytes: buffers of one allocation start at multiples of it, as allocations of their own do."""
 
 
-_ALIGNED = 16
-"""Bytes that a pointer is a multiple of where Triton says so to the compiler."""
-
-
 class Step(NamedTuple):
     """One launch: a kernel, its grid, its buffers by name, numbers behind them, constants."""
 
@@ -222,7 +218,7 @@ def _work_of(
     by = triton_launch.popularity_of(order, popularity)
     w_stride_e, w_stride_n, _ = w.stride()
     words = triton_launch.reads_words(
-        problem, config, w_stride_e=w_stride_e, w_stride_n=w_stride_n, w_aligned=w.data_ptr() % _ALIGNED == 0
+        problem, config, w_stride_e=w_stride_e, w_stride_n=w_stride_n, w_address=w.data_ptr()
     )
     x_stride = _row_stride(x)
     return _work(problem, order, config, by, x_stride, w_stride_e, w_stride_n, words, x.dtype, w.dtype, x.device)

@@ -24,8 +24,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-ALIGNMENT = 16
-"""Bytes: Triton compiles one variant for pointers at multiples of it, another for any others."""
+from backends.triton_launch import ALIGNMENT
 
 
 class Kept:

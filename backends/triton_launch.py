@@ -12,6 +12,9 @@ from shared.problem import SCALE_BLOCK, Problem, ceil_div
 SHARED_MEMORY_LIMIT = 232448
 """Bytes of shared memory that a thread block can have on Hopper (227 KiB)."""
 
+ALIGNMENT = 16
+"""Bytes: Triton compiles one variant for pointers at multiples of it, another for any others."""
+
 ACCUMULATORS = 160
 """Registers of a thread's 255 that sums may take: 160 rows of 128 channels fit one warp-group."""
 
@@ -83,17 +86,21 @@ def not_in_triton(config: Config) -> str | None:
     return None
 
 
-def reads_words(problem: Problem, config: Config, *, w_stride_e: int, w_stride_n: int, w_aligned: bool = True) -> bool:
+def warp_group(config: Config) -> bool:
+    """Whether the tile is a warp-group instruction's: four warps, 64 rows of its left operand."""
+    return config.num_warps % 4 == 0 and (config.block_n if config.swap_ab else config.block_m) >= 64
+
+
+def reads_words(problem: Problem, config: Config, *, w_stride_e: int, w_stride_n: int, w_address: int = 0) -> bool:
     """Whether the GEMM kernel reads e4m3 weights as 32-bit words, and a step of K is two products (`widen_half`).
 
     It does so where weights are widened in registers, as the left operand of a warp-group instruction, and activations
     are scaled beforehand, so that `prepare_kernel` can bring their values to the products' order at no cost. Words
-    need whole steps of K, and rows of weights that start at multiples of 16 bytes. Strides in elements.
+    need whole steps of K, and rows of weights that start at multiples of ALIGNMENT. Strides in elements: bytes, here.
     """
-    widened_left = problem.dtype == "fp8-w8a16" and problem.scales_x and config.swap_ab
-    warp_group = config.num_warps % 4 == 0 and config.block_n >= 64
+    widened_left = problem.dtype == "fp8-w8a16" and problem.scales_x and config.swap_ab and warp_group(config)
     whole = problem.k % config.block_k == 0 and config.block_k >= 32
-    return widened_left and warp_group and whole and w_aligned and w_stride_e % 16 == 0 and w_stride_n % 16 == 0
+    return widened_left and whole and all(at % ALIGNMENT == 0 for at in (w_address, w_stride_e, w_stride_n))
 
 
 def gemm_grid(problem: Problem, order: str, config: Config) -> int:

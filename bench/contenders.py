@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bench import peers
 from bench.cases import Row
-from bench.clock import settle, total
 from bench.data import Data, to_torch
 from bench.machine import Device
-from bench.sorting import Ready
 from shared import planning
 from shared.config import Config
 
@@ -66,33 +64,26 @@ def prepare(row: Row, data: Data, device: Device, *, config: Config | None = Non
             ready = peer.prepare(data, row.case.gemm)
         except (NotImplementedError, AttributeError) as error:
             raise CannotRun(str(error)) from error
-        if len(ready.ways) > 1:
-            ready = fastest_way(ready, peer.framework, device)
-        return Contender(
+        contender = Contender(
             row, peer.framework, ready.call, ready.arguments, lambda y: ready.to_y(data, y),
             kernel_name=ready.kernel_name, config=None, tile_rows=None, about=ready.about,
         )  # fmt: skip
+        return fastest_way(contender, ready.ways, device) if len(ready.ways) > 1 else contender
     return _prepare_backend(row, data, device, config)
 
 
-def fastest_way(ready: Ready, framework: str, device: Device) -> Ready:
-    """`ready` with the way that takes the GPU the least time, the median of a few cold calls; `about` names it.
+def fastest_way(contender: Contender, ways: Mapping[str, Callable[..., Any]], device: Device) -> Contender:
+    """The contender by that of these calls which has the shortest kernel time of a few cold calls; `about` names it.
 
     By the GPU's clock: the host's tells kernels that are shorter than a dispatch apart by chance.
     """
-    medians = {}
-    for name, way in ready.ways.items():
-        samples = []
-        for _ in range(TRIALS):
-            device.flush()
-            device.synchronize()
-            device.clock.records()
-            wait(way(*ready.arguments), framework, device)
-            samples.append(total(settle(device.clock)))
-        medians[name] = statistics.median(samples)
+    from bench.measure import gpu_sample  # which samples contenders
+
+    of = {name: dataclasses.replace(contender, call=way) for name, way in ways.items()}
+    medians = {name: statistics.median(gpu_sample(one, device) for _ in range(TRIALS)) for name, one in of.items()}
     best = min(medians, key=lambda name: medians[name])
     about = f"{best}, the fastest of {len(medians)}"
-    return dataclasses.replace(ready, call=ready.ways[best], about=f"{ready.about}: {about}" if ready.about else about)
+    return dataclasses.replace(of[best], about=f"{contender.about}: {about}" if contender.about else about)
 
 
 def _prepare_backend(row: Row, data: Data, device: Device, config: Config | None) -> Contender:

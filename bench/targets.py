@@ -153,16 +153,13 @@ class Times:
     def measured(self, peer: str) -> bool:
         return any(key[2] == peer for key in self._rows)
 
-    def refused_by_all(self, case: str, dtype: str) -> str | None:
-        """Why no peer computes this case, where each that has this dtype was tried; None where one does, or was not.
+    def refused_by_all(self, case: str, dtype: str) -> bool:
+        """Whether each peer that has this dtype was tried with the case and refused it.
 
-        A peer that has no time in the whole run is not there: that it computes a case cannot be told.
+        A peer that has no time in the whole run is not there: that it refuses a case cannot be told.
         """
         rivals = [name for name, peer in PEERS.items() if dtype in peer.dtypes]
-        keys = [(case, dtype, name) for name in rivals]
-        if not keys or not all(key in self._skipped and self.measured(key[2]) for key in keys):
-            return None
-        return "; ".join(self._amiss[key] for key in keys)
+        return all((case, dtype, name) in self._skipped and self.measured(name) for name in rivals)
 
     def amiss(self, peer: str) -> str | None:
         return next((reason for key, reason in self._amiss.items() if key[2] == peer), None)
@@ -318,7 +315,7 @@ def _peer_lines(times: Times, reads: PlainReads, chosen: Sequence[Layer], dtype:
 
     Cases that every peer was tried with and refuses are left out: there is nobody to compare with.
     """
-    alone = [layer for layer in chosen if times.refused_by_all(layer.name, dtype) is not None]
+    alone = [layer for layer in chosen if times.refused_by_all(layer.name, dtype)]
     left_out = f"{len(alone)} more cases, such as {alone[0].name}, are refused by every peer" if alone else ""
     chosen = [layer for layer in chosen if layer not in alone]
     rivals = [(layer, dtype, peer) for layer in chosen if (peer := times.best_peer(layer.name, dtype)) is not None]

@@ -123,7 +123,7 @@ MUTANTS = (
     Mutant("words: a byte taken twice", TRITON, "pairs = tl.join(first, second)", "pairs = tl.join(first, first)", words(T)),
     Mutant("words: second half of x not read", TRITON, "x = load_x(x_ptrs + product * DEPTH,", "x = load_x(x_ptrs,", words(T)),
     Mutant("words: x in its own order", PREPARE, "token * K + place_of(start + chunk, HALVES_OF)", "token * K + start + chunk", words(T)),
-    Mutant("words: of rows that start anywhere", "backends/triton_launch.py", "and w_stride_n % 16 == 0", "and w_stride_n > 0", words(T)),
+    Mutant("words: of rows that start anywhere", "backends/triton_launch.py", "(w_address, w_stride_e, w_stride_n)", "(w_address, w_stride_e)", words(T)),
     Mutant("two blocks: tail has the head's slots", TRITON, "tail_slot = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS +", "tail_slot = tl.load(sorted_slot_ptr + row * BLOCK_M +", two_blocks(T)),
     Mutant("two blocks: -1 rows of the tail not written", TRITON, "tl.zeros((TAIL, BLOCK_N), tl.float32), tail_slot, slots,", "tl.zeros((TAIL, BLOCK_N), tl.float32), tail_slot, 0,", two_blocks(T)),
     Mutant("two blocks: the tail's rows of x do not go on", TRITON, "tail_ptrs += BLOCK_K", "tail_ptrs += 0", two_blocks(T)),

@@ -87,8 +87,8 @@ def test_weights_come_back_within_half_a_step(w: np.ndarray) -> None:
 # Activations, per token
 
 
-def triton_scale(x: np.ndarray, target: str) -> tuple[np.ndarray, np.ndarray]:
-    """`prepare_kernel`, x into arrays that hold other bytes beforehand."""
+def triton_scale(x: np.ndarray, target: str, halves_of: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """`prepare_kernel`, x into arrays that hold other bytes beforehand. halves_of: as `prepare_constants` has it."""
     import torch
 
     from backends import torch_triton, triton_launch
@@ -99,7 +99,7 @@ def triton_scale(x: np.ndarray, target: str) -> tuple[np.ndarray, np.ndarray]:
     scaled = torch.full(x.shape, 9.0, device=tensor.device).to(getattr(torch, target))
     scale = torch.full((x.shape[0],), 7.0, device=tensor.device)
     problem = Problem.of("fp8-w8a8", tokens=x.shape[0], experts=1, n=1, k=x.shape[1], top_k=1)
-    constants = triton_launch.prepare_constants(problem, 16, x_stride=x.shape[1])
+    constants = triton_launch.prepare_constants(problem, 16, x_stride=x.shape[1], halves_of=halves_of)
     ids = torch.zeros((x.shape[0], 1), dtype=torch.int32, device=tensor.device)
     plan = torch.empty((3, 16 * problem.max_tile_rows(16)), dtype=torch.int32, device=tensor.device)
     arguments = (ids, ids, tensor, *plan, plan[0], scaled, scale, problem.slots)

@@ -14,6 +14,7 @@ from shared.config import Config
 from shared.problem import Problem
 from tests import cases
 from tests.execute import check, run
+from tests.test_fp8 import triton_scale
 from tests.where import HAS_GPU, NUMERICS
 
 SMALL = Config(block_m=16, block_n=64, block_k=64, num_stages=2)
@@ -44,24 +45,11 @@ def test_a_half_has_two_bytes_of_each_word(halves_of: int) -> None:
 @NUMERICS
 @pytest.mark.parametrize(("k", "halves_of"), [(256, 256), (768, 64)])
 def test_prepare_brings_x_to_that_order(k: int, halves_of: int) -> None:
-    import torch
-
-    from backends import torch_triton
-
     x = np.random.default_rng(0).normal(size=(3, k)).astype(cases.float_dtype("bfloat16"))
-    launch = torch_triton._launch if HAS_GPU else torch_triton._launch_interpreted
-    tensor = arrays.numpy_to_torch(x.copy()).to("cuda" if HAS_GPU else "cpu")
-    scaled = torch.full(x.shape, 9.0, device=tensor.device).to(torch.float16)
-    scale = torch.full((len(x),), 7.0, device=tensor.device)
-    problem = Problem.of("fp8-w8a16", tokens=len(x), experts=1, n=64, k=k, top_k=1)
-    constants = triton_launch.prepare_constants(problem, 16, x_stride=k, halves_of=halves_of)
-    ids = torch.zeros((len(x), 1), dtype=torch.int32, device=tensor.device)
-    plan = torch.empty((3, 16 * problem.max_tile_rows(16)), dtype=torch.int32, device=tensor.device)
-    arguments = (ids, ids, tensor, *plan, plan[0], scaled, scale, problem.slots)
-    launch("prepare_kernel", triton_launch.prepare_grid(problem), arguments, constants)
+    scaled, scale = triton_scale(x, "float16", halves_of)
     expected, expected_scale = fp8.scale_token(x)
-    assert (arrays.to_host(scaled)[:, fp8.place_of(np.arange(k), halves_of)] == expected).all()
-    assert (arrays.to_host(scale) == expected_scale).all()
+    assert (scaled[:, fp8.place_of(np.arange(k), halves_of)] == expected).all()
+    assert (scale == expected_scale).all()
 
 
 @NUMERICS

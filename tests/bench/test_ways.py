@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from bench import cases
 from bench.clock import KernelRecord
-from bench.contenders import fastest_way
+from bench.contenders import Contender, fastest_way
 from bench.machine import Rehearsal
-from bench.sorting import Ready
 
 
 def taking(milliseconds: float) -> Any:
@@ -21,27 +21,38 @@ def taking(milliseconds: float) -> Any:
     return call
 
 
+def contender(call: Any, *arguments: int, about: str | None = None) -> Contender:
+    row = cases.rows("rehearsal")[0]
+    return Contender(row, "torch", call, arguments, lambda y: y, None, None, None, about=about)
+
+
 @pytest.mark.parametrize("about", [None, "a library 1.0"])
 def test_the_fastest_way_is_taken_and_named(about: str | None) -> None:
     ways = {"slow": taking(6), "fast": taking(1), "middling": taking(3)}
-    ready = fastest_way(Ready(ways["slow"], (7,), about=about, ways=ways), "torch", Rehearsal())
-    assert ready.call is ways["fast"]
-    assert ready.about == ("" if about is None else f"{about}: ") + "fast, the fastest of 3"
+    found = fastest_way(contender(ways["slow"], 7, about=about), ways, Rehearsal())
+    assert found.call is ways["fast"]
+    assert found.about == ("" if about is None else f"{about}: ") + "fast, the fastest of 3"
 
 
 def test_time_on_the_host_does_not_count() -> None:
     """As it does where a call takes the host longer than the GPU."""
 
     class Clock:
-        kernels = iter([9e-6] * 5 + [2e-6] * 5)
+        name = "of the test"
+
+        def __init__(self) -> None:
+            self.ran: list[KernelRecord] = []
 
         def records(self) -> list[KernelRecord]:
-            return [KernelRecord("kernel", next(self.kernels))] if device.called.pop("now", False) else []
+            found, self.ran = self.ran, []
+            return found
+
+        def reset(self) -> None:
+            self.ran = []
 
     class Machine(Rehearsal):
         def __init__(self) -> None:
             self.clock: Any = Clock()
-            self.called: dict[str, bool] = {}
 
         def synchronize(self) -> None:
             pass
@@ -49,11 +60,11 @@ def test_time_on_the_host_does_not_count() -> None:
     device = Machine()
 
     def quick() -> None:
-        device.called["now"] = True
+        device.clock.ran = [KernelRecord("kernel", 9e-6)]
 
     def slow_on_the_host() -> None:
         time.sleep(0.003)
-        device.called["now"] = True
+        device.clock.ran = [KernelRecord("kernel", 2e-6)]
 
     ways = {"quick": quick, "slow on the host": slow_on_the_host}
-    assert fastest_way(Ready(quick, (), ways=ways), "torch", device).call is slow_on_the_host
+    assert fastest_way(contender(quick), ways, device).call is slow_on_the_host
