@@ -47,7 +47,7 @@ def moe_gemm(
     w_scale: Any = None,
     topk_weight: Any = None,
     mode: str | None = None,
-    order: str = "column",
+    order: str | None = None,
     config: Config | None = None,
     backend: str = "torch-triton",
     popularity: Any = None,
@@ -63,9 +63,9 @@ def moe_gemm(
     w_scale     float32, FP8 only: (E, N) per channel or (E, ceil(N/128), ceil(K/128)) per block
     topk_weight (T, top_k) float32, multiplies the rows of y
     mode        None: the dtype of w says it, and FP8 means w8a16. "w8a8" quantises x per token on the fly.
-    order       in which order thread blocks walk the output tiles: row, column, grouped, popular. Tiles are tuned in
-                column order, pallas-mosaic's and those for many tokens in row order. Row order is the faster one where
-                an expert's slots fit one tile, column order where they fill several
+    order       in which order thread blocks walk the output tiles: row, column, grouped, popular; None takes row where
+                an expert's slots are likely to fit one tile of the config, as they do in nearly all measured ones, and
+                column where they fill several (`backends.tuning.order_for`); `choose_config` shows it
     config      tile shape; None takes the best known one, which `choose_config` shows
     backend     torch-triton, jax-triton, pallas-triton, pallas-mosaic
     popularity  (E,) int32, for order "popular" alone: experts are walked by falling popularity, such as their slots in
@@ -113,7 +113,7 @@ def _import_torch_op() -> Any:
 
 def unrecorded(
     x: Any, w: Any, topk_ids: Any, w_scale: Any, topk_weight: Any, popularity: Any, *, config: Config | None,
-    mode: str | None, order: str, backend: str, interpret: bool, validate: bool,
+    mode: str | None, order: str | None, backend: str, interpret: bool, validate: bool,
 ) -> Any:  # fmt: skip
     """`moe_gemm` itself. What records torch operators sees it from outside only (backends/torch_op.py)."""
     given = (x, w, topk_ids, w_scale, topk_weight, popularity)
@@ -133,12 +133,12 @@ def unrecorded(
     signatures = arrays.signatures(ARRAYS, given)
     traced = (signatures[0] is None or signatures[0][0] != "torch") and any(map(_is_traced, signatures))
     # What depends on no value is checked once; a trace, and what no dictionary can look up, each time.
-    often = not traced and type(config) in _LOOKED_UP and type(mode) in _LOOKED_UP and type(order) is str
+    often = not traced and type(config) in _LOOKED_UP and type(mode) in _LOOKED_UP and type(order) in _LOOKED_UP
     often = often and type(backend) is str
     check = _checked if often else _checked.__wrapped__
     checked = check(signatures, mode, order, config, backend, None if _told(signatures[0]) else _gpu_name())
-    problem, best, kind, device, on_cpu, module = checked
-    asked, config = config, config or best
+    problem, best, best_order, kind, device, on_cpu, module = checked
+    asked, asked_order, config, order = config, order, config or best, order or best_order
     if kind == "torch":
         (_torch_op or _import_torch_op()).check_no_gradient(given)
     if traced and module.FRAMEWORK != "jax":
@@ -166,7 +166,13 @@ def unrecorded(
             return module.moe_gemm(*native[:5], **how, popularity=native[5])
 
         again = functools.partial(
-            unrecorded, mode=mode, order=order, config=asked, backend=backend, interpret=interpret, validate=validate
+            unrecorded,
+            mode=mode,
+            order=asked_order,
+            config=asked,
+            backend=backend,
+            interpret=interpret,
+            validate=validate,
         )
         return jax_rules.call(run, again, dict(zip(ARRAYS, given, strict=True)))
     if kind == module.FRAMEWORK == "torch":
@@ -211,10 +217,11 @@ It stands before `_checked`, which needs a signature of each array first and lea
 
 
 class Checked(NamedTuple):
-    """What the checks find. config: the caller's, or the best known one; device: of x, as ArraySpec has it."""
+    """What the checks find. config, order: the caller's, or the best known ones; device: of x, as ArraySpec has it."""
 
     problem: Problem
     config: Config
+    order: str
     kind: str
     device: str | None
     on_cpu: bool
@@ -223,14 +230,15 @@ class Checked(NamedTuple):
 
 @functools.lru_cache(maxsize=_MOST_SIGNATURES)
 def _checked(
-    signatures: tuple[arrays.Signature | None, ...], mode: str | None, order: str, config: Config | None, backend: str,
-    gpu: str | None,
+    signatures: tuple[arrays.Signature | None, ...], mode: str | None, order: str | None, config: Config | None,
+    backend: str, gpu: str | None,
 ) -> Checked:  # fmt: skip
     """All checks that read no value, and the choice of the config; a call of the same signature finds them done.
 
     signatures: of the arrays, as in ARRAYS. gpu: the GPU's name where x does not say it. What is refused is not kept.
     """
-    check_name("order", order, ORDERS)
+    if order is not None:
+        check_name("order", order, ORDERS)
     module = load(backend)
     spec = {name: None if of is None else arrays.spec(name, of) for name, of in zip(ARRAYS, signatures, strict=True)}
     for name in ("x", "w", "topk_ids"):
@@ -252,7 +260,7 @@ def _checked(
     if refusal is not None:
         raise ArgumentError(refusal)
     on_cpu = x.kind == "numpy" or "cpu" in (x.device or "").lower()
-    return Checked(problem, config, x.kind, x.device, on_cpu, module)
+    return Checked(problem, config, order or tuning.order_for(problem, config), x.kind, x.device, on_cpu, module)
 
 
 def _ask_available(backend: str, unavailable: Callable[..., str | None], interpret: bool) -> None:
@@ -267,7 +275,7 @@ _check_available = functools.lru_cache(_ask_available)
 
 
 def choose_config(problem: Problem, *, backend: str = "torch-triton", gpu: str | None = None) -> Choice:
-    """The config that `moe_gemm` takes when given none, and where it comes from.
+    """The config and order that `moe_gemm` takes when given none, and where the config comes from.
 
     gpu: the GPU's name as its driver gives it, "NVIDIA H200" say; None: the one in this machine, if any.
     """

@@ -18,6 +18,19 @@ COUNTING_SLOTS = 2048
 kernel; past it a stable sort is cheaper than the quadratic comparison."""
 
 
+class Buckets(NamedTuple):
+    """Slots by bucket, an expert or E for those of none; all int32.
+
+    bucket (S,)     bucket of each slot
+    rank   (S,)     place of each slot among those of its bucket
+    counts (E + 1,) slots of each bucket
+    """
+
+    bucket: jax.Array
+    rank: jax.Array
+    counts: jax.Array
+
+
 class Plan(NamedTuple):
     """Index arrays, all int32. S = T * top_k slots, R = Problem.max_tile_rows(block_m).
 
@@ -36,6 +49,23 @@ class Plan(NamedTuple):
     position: jax.Array
 
 
+def buckets_of(topk_ids: jax.Array, experts: int) -> Buckets:
+    """Buckets of topk_ids (T, top_k), int32; T >= 1."""
+    slots = topk_ids.size
+    ids = topk_ids.reshape(-1).astype(jnp.int32)
+    bucket = jnp.where((ids < 0) | (ids >= experts), experts, ids)
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    counts = jnp.sum(jnp.arange(experts + 1)[:, None] == bucket[None, :], axis=1, dtype=jnp.int32)
+    if slots <= COUNTING_SLOTS:
+        earlier = (bucket[None, :] == bucket[:, None]) & (slot[None, :] < slot[:, None])
+        rank = jnp.sum(earlier, axis=1, dtype=jnp.int32)
+    else:
+        order = jnp.argsort(bucket, stable=True)
+        first_slot = jnp.cumsum(counts, dtype=jnp.int32) - counts
+        rank = jnp.zeros(slots, jnp.int32).at[order].set(slot, unique_indices=True) - first_slot[bucket]
+    return Buckets(bucket, rank, counts)
+
+
 def plan(
     topk_ids: jax.Array, experts: int, block_m: int, *, popular: bool = False, popularity: jax.Array | None = None
 ) -> Plan:
@@ -49,13 +79,11 @@ def plan(
     """
     slots = topk_ids.size
     max_tile_rows = Problem(tokens=slots, experts=experts, n=1, k=1, top_k=1).max_tile_rows(block_m)
-    ids = topk_ids.reshape(-1).astype(jnp.int32)
-    bucket = jnp.where((ids < 0) | (ids >= experts), experts, ids)
+    bucket, rank, counts = buckets_of(topk_ids, experts)
     slot = jnp.arange(slots, dtype=jnp.int32)
 
     # Sums over the last axis, the running sum over buckets too: XLA fuses each with what leads up to it.
     buckets = jnp.arange(experts + 1, dtype=jnp.int32)
-    counts = jnp.sum(buckets[:, None] == bucket[None, :], axis=1, dtype=jnp.int32)
     rows = (counts + (block_m - 1)) // block_m
     before = buckets[None, :] < buckets[:, None]  # [b, other]: other's tile rows come before b's
     if popular:
@@ -64,14 +92,6 @@ def plan(
         before = jnp.where(buckets[:, None] == experts, before, hotter & (buckets[None, :] < experts))
     first_row = jnp.sum(jnp.where(before, rows[None, :], 0), axis=1, dtype=jnp.int32)
     last_row = first_row + rows
-
-    if slots <= COUNTING_SLOTS:
-        earlier = (bucket[None, :] == bucket[:, None]) & (slot[None, :] < slot[:, None])
-        rank = jnp.sum(earlier, axis=1, dtype=jnp.int32)
-    else:
-        order = jnp.argsort(bucket, stable=True)
-        first_slot = jnp.cumsum(counts, dtype=jnp.int32) - counts
-        rank = jnp.zeros(slots, jnp.int32).at[order].set(slot, unique_indices=True) - first_slot[bucket]
 
     position = first_row[bucket] * block_m + rank
     sorted_slot = jnp.full(max_tile_rows * block_m, slots, jnp.int32).at[position].set(slot, unique_indices=True)

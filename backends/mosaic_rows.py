@@ -2,8 +2,10 @@
 
 TMA reads boxes of equally strided rows, so an expert's tokens have to lie one below the other. Two ways:
 
-- More than TOKENS tokens: `sort_rows` copies the rows of x into a matrix sorted by expert, each expert's padded to
-  block_m. The kernel reads no more groups of 8 rows of it than hold slots.
+- More than TOKENS tokens: `sort_rows` copies the rows of x, a row a slot, so that an expert's lie together in as few
+  groups of 8 rows as they fill. TMA's boxes start at such a group, so experts of few slots share one, and a tile
+  multiplies the others' rows as well, for nothing. Padded to 8 rows or to block_m each, they were a matrix many times
+  as large, whose writing back to memory the GEMM had to wait for: 62 MB for 64 tokens of deepseek-v3, 15 now.
 - Up to TOKENS tokens: `all_tokens` copies nothing. They are one box, and every active expert's tile multiplies it
   whole: wgmma has 8 columns at least, so the columns of other experts' tokens cost nothing. No slot is ranked.
 
@@ -23,6 +25,8 @@ from shared.problem import Problem, ceil_div
 
 TOKENS = 8
 """Tokens that lie in one box, and the rows of that box: wgmma's least number of columns."""
+GROUP = 8
+"""Rows that TMA's boxes start at a multiple of: the height of wgmma's tiles in shared memory."""
 EXPERTS = 1024
 """`all_tokens` counts the active experts before another one in words of 32 bits; up to so many experts."""
 
@@ -30,10 +34,11 @@ EXPERTS = 1024
 class Rows(NamedTuple):
     """What the kernel reads besides the weights. S slots; R tile rows of `tile_height` rows each.
 
-    x           (R * height, K), or (TOKENS, K), the same for every tile row
-    row_scale   float32, as long as x, or None: activation scale times routing weight
-    sorted_slot (R * height,) int32, slot of each row of x, S where it is padding: an expert's slots come first in its
-                tile rows; None where every tile row has the same rows
+    x           (X, K), the rows of x by expert, or (TOKENS, K), the same for every tile row
+    row_scale   float32 (R * height,), or (TOKENS,), or None: activation scale times routing weight of the rows that
+                each tile multiplies
+    tile_x      (R, 2) int32: first row of x that each tile multiplies, a multiple of GROUP, and how many from there
+                until its last slot; None where every tile row has the same rows
     tile_expert (R,) or longer, int32: expert of each tile row
     tile_rows   int32, whose last element is how many tile rows have an expert: the first ones
     tile_span   (R, 2) int32, as in `shared.planning.Plan`, for order "popular"; else None
@@ -42,7 +47,7 @@ class Rows(NamedTuple):
 
     x: jax.Array
     row_scale: jax.Array | None
-    sorted_slot: jax.Array | None
+    tile_x: jax.Array | None
     tile_expert: jax.Array
     tile_rows: jax.Array
     tile_span: jax.Array | None
@@ -73,21 +78,62 @@ def prepare(x, topk_ids, topk_weight, popularity, k: int, problem: Problem, orde
 
 
 def sort_rows(x, x_scale, topk_ids, weight, popularity, k, problem: Problem, order: str, config: Config) -> Rows:
-    """One row per slot, sorted by expert and padded. Arguments as `prepare`; x_scale (T,), weight (S,) or None."""
-    popular = order == "popular"
-    plan = jax_plan.plan(topk_ids, problem.experts, config.block_m, popular=popular, popularity=popularity)
-    # A row of padding holds some token's values, which no one reads. Zeros would cost XLA a kernel more.
-    token = jnp.minimum(plan.sorted_slot // problem.top_k, problem.tokens - 1)
+    """One row per slot, those of an expert together. Arguments as `prepare`; x_scale (T,), weight (S,) or None."""
+    popular, block_m = order == "popular", config.block_m
+    plan = jax_plan.plan(topk_ids, problem.experts, block_m, popular=popular, popularity=popularity)
+    buckets = jax_plan.buckets_of(topk_ids, problem.experts)
+    first = first_rows(buckets.counts[:-1])
+    # A tile reads whole heights, up to block_m rows, from the group on in which its slots begin.
+    x_rows = most_rows(problem) + block_m - GROUP
+    has_expert = buckets.bucket < problem.experts
+    slot = jnp.arange(problem.slots, dtype=jnp.int32)
+    x_row = jnp.where(has_expert, jnp.append(first, 0)[buckets.bucket] + buckets.rank, x_rows + slot)
+    # A row of no slot holds some token's values, which no one reads. Zeros would cost XLA a kernel more.
+    slot_of = jnp.zeros(x_rows, jnp.int32).at[x_row].set(slot, mode="drop", unique_indices=True)
+
+    tile_row = jnp.arange(plan.tile_expert.size, dtype=jnp.int32)
+    expert = jnp.maximum(plan.tile_expert, 0)
+    before = (tile_row - plan.tile_span[:, 0]) * block_m  # slots of the expert in its earlier tile rows
+    from_row = first[expert] // GROUP * GROUP + before
+    used = first[expert] % GROUP + jnp.minimum(buckets.counts[expert] - before, block_m)
+    tile_x = jnp.where((plan.tile_expert >= 0)[:, None], jnp.stack([from_row, used], 1), 0)
+    row_scale = None
+    if x_scale is not None or weight is not None:
+        rows = tile_x[:, :1] + jnp.arange(block_m, dtype=jnp.int32)
+        slots = slot_of[jnp.minimum(rows, x_rows - 1)].reshape(-1)
+        row_scale = _product(None if x_scale is None else x_scale[slots // problem.top_k], weight, slots)
     return Rows(
-        x=pad_to(x, (problem.tokens, k))[token],
-        row_scale=_product(None if x_scale is None else x_scale[token], weight, plan.sorted_slot),
-        sorted_slot=plan.sorted_slot,
+        x=pad_to(x, (problem.tokens, k))[slot_of // problem.top_k],
+        row_scale=row_scale,
+        tile_x=tile_x,
         tile_expert=plan.tile_expert,
         # Tile rows of -1 slots come after all others.
         tile_rows=jnp.sum(plan.tile_expert >= 0, dtype=jnp.int32, keepdims=True),
         tile_span=plan.tile_span if popular else None,
-        position=plan.position,
+        position=plan.position + jnp.append(first, 0)[buckets.bucket] % GROUP,
     )
+
+
+def first_rows(counts: jax.Array) -> jax.Array:
+    """Row at which the slots of each expert begin, for `counts` (E,) of them: int32.
+
+    Experts have 0, 1, 2, 4 rows or a multiple of GROUP, and those of most come first: so each begins at a multiple of
+    what it has, and none of up to GROUP slots is in two groups.
+    """
+    rows = -(-counts // GROUP) * GROUP
+    for few in (4, 2, 1, 0):
+        rows = jnp.where(counts <= few, few, rows)
+    expert = jnp.arange(counts.size, dtype=jnp.int32)
+    size = jnp.minimum(rows, GROUP)
+    earlier = (size[None, :] > size[:, None]) | ((size[None, :] == size[:, None]) & (expert[None, :] < expert[:, None]))
+    return jnp.sum(jnp.where(earlier, rows[None, :], 0), axis=1, dtype=jnp.int32)
+
+
+def most_rows(problem: Problem) -> int:
+    """Rows that `first_rows` gives out at most, a multiple of GROUP: 16 for 9 slots is the worst ratio, and none of the
+    experts has GROUP rows more than slots."""
+    experts = min(problem.experts, problem.slots)
+    return ceil_div(min(16 * problem.slots // 9, problem.slots + (GROUP - 1) * experts), GROUP) * GROUP
 
 
 def all_tokens(x, x_scale, topk_ids, weight, popularity, k, problem: Problem, order: str) -> Rows:
@@ -105,7 +151,7 @@ def all_tokens(x, x_scale, topk_ids, weight, popularity, k, problem: Problem, or
     return Rows(
         x=pad_to(x, (TOKENS, k)),
         row_scale=None if scale is None else pad_to(scale, (TOKENS,)),
-        sorted_slot=None,
+        tile_x=None,
         tile_expert=tile_expert,
         tile_rows=tile_rows,
         tile_span=tile_span,

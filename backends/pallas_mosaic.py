@@ -65,7 +65,7 @@ from backends.mosaic_config import (
     sharing_groups,
     sum_dtype,
 )
-from backends.mosaic_rows import pad_to, reads_all_tokens, tile_height
+from backends.mosaic_rows import GROUP, pad_to, reads_all_tokens, tile_height
 from backends.registry import BackendUnavailable
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
@@ -79,6 +79,8 @@ INTERPRETER_BLOCKS = 3
 SWIZZLES = (128, 64, 32)
 """Bytes: widths of the column in which wgmma's operands lie in shared memory, 8 rows high, the widest the best. TMA
 copies whole columns, so a row of w and of x is a multiple of the width."""
+EARLY_ROWS = 32
+"""Rows of a tile whose scales are read before its stream: each thread holds a quarter of them meanwhile."""
 _interpreting = threading.Lock()
 """Mosaic's interpreter keeps its memory in one place for the whole process: one call at a time."""
 
@@ -90,6 +92,7 @@ class Tile(NamedTuple):
     col: jax.Array
     part: jax.Array  # which of the parts of K
     expert: jax.Array
+    x_row: jax.Array  # first row of x
     height: jax.Array  # index of the least of the kernel's heights that has all its slots
 
 
@@ -195,7 +198,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     trades_registers = registers_of_thread(problem, config) > REGISTERS_OF_THREE
 
     def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled, freed, wide_smem=None):
-        x_gmem, row_scale_gmem, slot_gmem, expert_gmem, rows_gmem, span_gmem, w_gmem, w_scale_gmem = inputs
+        x_gmem, row_scale_gmem, tile_x_gmem, expert_gmem, rows_gmem, span_gmem, w_gmem, w_scale_gmem = inputs
         tile_rows = rows_gmem[rows_gmem.shape[0] - 1]
         tiles = tile_rows * tile_cols
         block = lax.axis_index("block")
@@ -213,10 +216,12 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             row, col = _tile(order, pid, tile_rows, tile_cols, config.group_m, span_gmem)
             if early:
                 row = jnp.minimum(row, expert_gmem.shape[0] - 1)
-            needed = jnp.int32(0)
-            for h in heights[:-1]:
-                needed += (slot_gmem[row * height + h] < problem.slots).astype(jnp.int32)
-            return Tile(row, col, part, expert_gmem[row], needed)
+            x_row = needed = jnp.int32(0)
+            if tile_x_gmem is not None:
+                x_row, rows = tile_x_gmem[row, 0], tile_x_gmem[row, 1]
+                for h in heights[:-1]:
+                    needed += (rows > h).astype(jnp.int32)
+            return Tile(row, col, part, expert_gmem[row], x_row, needed)
 
         # Nothing hides a kernel's first loads. In row order a tile's row does not depend on how many there are, so
         # both are asked for at once. The second condition holds for every tile; it needs the loads, so that the
@@ -225,7 +230,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         first = locate(turn) if early else None
         any_tiles = my_tiles > turn
         if first is not None:
-            any_tiles &= first.expert >= first.height - (len(heights) - 1)
+            any_tiles &= first.expert + first.x_row >= first.height - (len(heights) - 1)
 
         def for_each_tile(work: Callable[[jax.Array, Tile, jax.Array], jax.Array], every: int) -> None:
             """stage = work(i, tile, stage) for my tiles, from the turn-th, one of `every`. The next one is looked up
@@ -252,7 +257,10 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             return lax.switch(tile.height, [functools.partial(do, h) for h in heights])
 
         def x_row(tile: Tile) -> jax.Array | int:
-            return 0 if slot_gmem is None else tile.row * height
+            return 0 if tile_x_gmem is None else pl.multiple_of(tile.x_row, GROUP)
+
+        def scale_row(tile: Tile) -> jax.Array | int:
+            return 0 if tile_x_gmem is None else tile.row * height
 
         def first_step(tile: Tile) -> jax.Array | int:
             return tile.part * steps_per_part if parts > 1 else 0
@@ -342,18 +350,30 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
 
         def compute_rows(tile, stage, h):
             columns = pl.ds(tile.col * block_n + channel, group_n)
+
+            # Load scales: after the stream, the tile's end would wait for memory. Those of many rows take registers.
+            early = h <= EARLY_ROWS
+
+            def row_scales():
+                return _load_vector(row_scale_gmem.at[pl.ds(scale_row(tile), h)], plgpu.Layout.WGMMA.reduce(0))
+
+            w_scale = row_scale = None
+            if w_scale_gmem is not None and not block_scaled:
+                w_scale = _load_vector(w_scale_gmem.at[tile.expert, columns], plgpu.Layout.WGMMA.reduce(1))
+            if row_scale_gmem is not None and early:
+                row_scale = row_scales()
+
             if block_scaled:
                 total, stage = stream_block_scaled(tile, stage, h)
             else:
                 total, stage = pl.run_scoped(lambda acc: stream(acc, tile, stage, h), plgpu.ACC((group_n, h)))
 
             # Scale
-            if w_scale_gmem is not None and not block_scaled:
-                scale = _load_vector(w_scale_gmem.at[tile.expert, columns], plgpu.Layout.WGMMA.reduce(1))
-                total *= lax.broadcast_in_dim(scale, (group_n, h), (0,))
+            if w_scale is not None:
+                total *= lax.broadcast_in_dim(w_scale, (group_n, h), (0,))
             if row_scale_gmem is not None:
-                scale = _load_vector(row_scale_gmem.at[pl.ds(x_row(tile), h)], plgpu.Layout.WGMMA.reduce(0))
-                total *= lax.broadcast_in_dim(scale, (group_n, h), (1,))
+                row_scale = row_scales() if row_scale is None else row_scale
+                total *= lax.broadcast_in_dim(row_scale, (group_n, h), (1,))
 
             # Store
             if y_dtype == jnp.float32:  # two-byte values are transposed by the instruction that stores them

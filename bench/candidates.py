@@ -91,8 +91,6 @@ def _mosaic_tiles(problem: Problem, block_m: int) -> Iterator[Config]:
 
     Two share a tile or, where it is tall, take turns. K steps of 128 bytes of a weight row, in small tiles 256 as well.
     """
-    from backends import mosaic_config
-
     small = block_m <= 32
     shapes = ((64, 4), (128, 4), (128, 8)) if block_m <= 64 else ((64, 4), (128, 8), (256, 8))
     for step_bytes in (128, 256) if small else (128,):
@@ -104,15 +102,20 @@ def _mosaic_tiles(problem: Problem, block_m: int) -> Iterator[Config]:
         if block_m > 32 and problem.dtype != "fp8-w8a16":  # one is to widen while the other multiplies, on one tile
             tiles.append(Config(block_m=block_m, block_n=128, block_k=block_k, num_warps=8, ping_pong=True))
         for tile in tiles:
-            depths = set()
-            for blocks in (1,) if tile.num_warps == 8 else (1, 2, 3, 4) if small else (1, 2):
-                room = min(mosaic_config.SHARED_MEMORY, mosaic_config.SHARED_MEMORY_PER_SM // blocks - 1024)
-                fits = (
-                    d for d in range(2, 11) if mosaic_config.shared_bytes(problem, tile.replace(num_stages=d)) <= room
-                )
-                depths |= {max(fits, default=2)}
-            for num_stages in sorted(depths):
-                yield tile.replace(num_stages=num_stages)
+            yield from _deepest(problem, tile, (1,) if tile.num_warps == 8 else (1, 2, 3, 4) if small else (1, 2))
+
+
+def _deepest(problem: Problem, tile: Config, thread_blocks: Sequence[int]) -> Iterator[Config]:
+    """`tile` with as many stages as leave room for each of these numbers of thread blocks on an SM (pallas-mosaic)."""
+    from backends import mosaic_config
+
+    depths = set()
+    for blocks in thread_blocks:
+        room = min(mosaic_config.SHARED_MEMORY, mosaic_config.SHARED_MEMORY_PER_SM // blocks - 1024)
+        fits = (d for d in range(2, 17) if mosaic_config.shared_bytes(problem, tile.replace(num_stages=d)) <= room)
+        depths |= {max(fits, default=2)}
+    for num_stages in sorted(depths):
+        yield tile.replace(num_stages=num_stages)
 
 
 def _stages(problem: Problem, block_m: int, block_n: int, block_k: int) -> list[int]:
@@ -172,9 +175,10 @@ def _steps(problem: Problem, backend: str, config: Config, tokens: int) -> Itera
         yield from (config.replace(block_m=m) for m in [m for m in heights if m > config.block_m][:1])
     if down:
         yield from (config.replace(block_m=m) for m in [m for m in heights if m < config.block_m][-1:])
-    for num_stages in (config.num_stages - 1, config.num_stages + 1):
-        if num_stages >= 2:
-            yield config.replace(num_stages=num_stages)
+    if not mosaic:
+        yield from (config.replace(num_stages=d) for d in (config.num_stages - 1, config.num_stages + 1) if d >= 2)
+    else:
+        yield from _deepest(problem, config, (1, 2, 3, 4) if config.block_m <= 32 else (1, 2))
     for block_n in (config.block_n // 2, config.block_n * 2):
         if (64 if mosaic else 32) <= block_n <= 256:
             yield config.replace(block_n=block_n)
@@ -187,7 +191,9 @@ def _steps(problem: Problem, backend: str, config: Config, tokens: int) -> Itera
             other.replace(block_k=128, num_stages=4),
             other.replace(block_n=64, block_k=128, num_stages=4),
         )
-    parts = ([config.split_k // 2] if up else []) + ([config.split_k * 2] if down and _few_tiles(problem) else [])
+    parts = ([config.split_k // 2, 1] if up and config.split_k > 1 else []) + (
+        [config.split_k * 2] if down and _few_tiles(problem) else []
+    )
     for split_k in parts:
         if 1 <= split_k <= 8:
             yield config.replace(split_k=split_k)

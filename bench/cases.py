@@ -35,9 +35,11 @@ SETS = ("default", "full", "targets")
 TARGET_DTYPES = ("fp16", "bf16", "fp8-w8a16", "fp8-w8a8")
 TARGET_BF16_TOKENS = (1, 8, 64, 512)
 """Batches that the targets set measures in bf16: it moves fp16's bytes through the same instructions at fp16's rate."""
+TARGET_GPU = "NVIDIA H200"
+"""The GPU that the targets are about; the backends run in the order that a call without options takes there."""
 TARGET_ORDER = "row"
-"""The tile order of the backends in the targets set. Few tile rows share weights there, and in row order a program need
-not know how many there are before it asks for its own."""
+"""That order in nearly all cases of the set, in which tiles are tuned and disassembled. Few tile rows share weights
+there, and in row order a program need not know how many there are before it asks for its own."""
 _TARGETS = (
     ("mixtral-8x7b", "gate-up"),
     ("mixtral-8x7b", "down"),
@@ -147,13 +149,15 @@ def _dtype_place(row: Row) -> int:
 
 def _target_rows(case: Case) -> Iterator[Row]:
     """Every backend and dtype; each peer in each FP8 mode, and once with 2-byte weights: in fp16 where it has that."""
+    from backends import tuning
     from backends.registry import BACKENDS
     from bench.peers import PEERS
 
     for dtype in TARGET_DTYPES:
         if dtype != "bf16" or case.tokens in TARGET_BF16_TOKENS:
             for backend in BACKENDS:
-                yield Row(case, dtype, TARGET_ORDER, backend)
+                order = tuning.choose(case.problem(dtype), backend, TARGET_GPU).order
+                yield Row(case, dtype, order, backend)
         for name, peer in PEERS.items():
             if dtype in peer.dtypes and not (dtype == "bf16" and "fp16" in peer.dtypes):
                 yield Row(case, dtype, "own", name)

@@ -77,12 +77,13 @@ def backend(name: str) -> dict[str, str | None]:
 
 
 def config_in_force(name: str) -> dict[str, str]:
-    """{"for", "config", "source"}: what a call of one example takes when given no config here."""
+    """{"for", "config", "order", "source"}: what a call of one example takes when given neither here."""
     import backends
 
     problem = model("mixtral-8x7b").problem("gate-up", 8, "fp16")
     choice = backends.choose_config(problem, backend=name)
-    return {"for": "mixtral-8x7b gate-up, 8 tokens, fp16", "config": str(choice.config), "source": choice.source}
+    told = {"config": str(choice.config), "order": choice.order, "source": choice.source}
+    return {"for": "mixtral-8x7b gate-up, 8 tokens, fp16", **told}
 
 
 def clock(name: str) -> str | None:
@@ -126,7 +127,7 @@ def text(found: dict[str, Any]) -> str:
             lines.append(f"  {name:<15} {way:<13} {_answer(reason)}")
     lines.append("Config in force")
     for name, told in found["configs"].items():
-        lines.append(f"  {name:<15} {told['config']} ({told['source']}), for {told['for']}")
+        lines.append(f"  {name:<15} {told['config']}, {told['order']} order ({told['source']}), for {told['for']}")
     lines.append("Peers")
     lines += [f"  {name:<23} {_answer(reason)}" for name, reason in found["peers"].items()]
     lines.append("GPU clocks")

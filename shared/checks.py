@@ -172,7 +172,7 @@ def check_arguments(
     )
 
 
-def check_popularity(popularity: ArraySpec | None, order: str, w: ArraySpec) -> None:
+def check_popularity(popularity: ArraySpec | None, order: str | None, w: ArraySpec) -> None:
     """popularity (E,) int32 goes with order "popular" alone."""
     if popularity is None:
         return

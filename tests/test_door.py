@@ -18,6 +18,7 @@ import backends
 from backends import arrays
 from shared import models
 from shared.checks import DtypeError
+from shared.config import Config
 from shared.orders import ORDERS
 from shared.problem import Problem
 from shared.reference import error_bound, moe_gemm_reference, relative_error
@@ -374,6 +375,21 @@ def test_config_for_is_what_a_call_gets(monkeypatch: pytest.MonkeyPatch) -> None
         config, problem = seen[-1]
         assert config == backends.config_for(problem, backend=name)
     assert len(seen) == len(backends.BACKENDS)
+
+
+@pytest.mark.parametrize(("tokens", "found"), [(4, "row"), (40, "column")])
+@pytest.mark.parametrize("given", [None, "grouped"])
+def test_without_an_order_the_tile_decides(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, found: str, given: str | None
+) -> None:
+    """2 experts: 40 tokens are 20 slots each, which a tile of 16 rows does not hold."""
+    seen = []
+    monkeypatch.setattr(backends.load("torch-triton"), "moe_gemm", lambda *a, order, **k: seen.append(order) or a[0])
+    x, w = np.zeros((tokens, 32), np.float16), np.zeros((2, 16, 32), np.float16)
+    ids = np.zeros((tokens, 1), np.int32)
+    order = {} if given is None else {"order": given}
+    backends.moe_gemm(x, w, ids, config=Config(block_m=16), interpret=True, **order)
+    assert seen == [given or found]
 
 
 def test_choice_says_where_it_comes_from() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import hypothesis.extra.numpy as hnp
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import backends
 from backends import mosaic_config, mosaic_rows, pallas_mosaic
@@ -75,6 +78,58 @@ def test_all_tokens_in_one_box(ids: str, variant: str, order: str) -> None:
     data = cases.data_of(case, variant)
     y = run(BACKEND, data, order, case.config)
     check(y, data)
+
+
+@given(
+    counts=hnp.arrays(np.int32, st.integers(1, 40), elements=st.integers(0, 40) | st.integers(0, 3)),
+    block_m=st.sampled_from([16, 48, 160]),
+)
+@settings(max_examples=60, deadline=None)
+def test_rows_of_an_expert_lie_together_in_few_groups(counts: np.ndarray, block_m: int) -> None:
+    """No two experts share a row, those of up to a group's slots lie in one, and all fit what is allocated."""
+    first = np.asarray(mosaic_rows.first_rows(jnp.asarray(counts)))
+    group = mosaic_rows.GROUP
+    taken = np.concatenate([f + np.arange(c) for f, c in zip(first, counts, strict=True)])
+    assert np.unique(taken).size == counts.sum()
+    for f, c in zip(first[counts > 0], counts[counts > 0], strict=True):
+        assert f % group + c <= group or f % group == 0, (f, c)
+    if slots := int(counts.sum()):
+        problem = Problem.of("fp16", tokens=slots, experts=counts.size, n=64, k=64, top_k=1)
+        assert taken.max() < mosaic_rows.most_rows(problem)
+
+
+@pytest.mark.parametrize("popular", [False, True])
+def test_tiles_find_the_rows_of_their_slots(popular: bool) -> None:
+    """What a tile multiplies, by `tile_x`, are its slots' tokens, and its part of the output is where `position` looks.
+
+    Experts of 1, 2, 3, 5, 8, 9, 20 and no slots, and slots of no expert; tiles of 16 rows.
+    """
+    counts, block_m = (2, 0, 1, 20, 3, 9, 5, 8), 16
+    rng = np.random.default_rng(5)
+    ids = rng.permutation(np.repeat(np.arange(-1, len(counts), dtype=np.int32), (4, *counts)))[:, None]
+    problem = Problem.of("fp16", tokens=ids.size, experts=len(counts), n=64, k=8, top_k=1)
+    x = jnp.tile(jnp.arange(1, ids.size + 1, dtype=jnp.float16)[:, None], (1, problem.k))
+    weight = jnp.arange(ids.size, dtype=jnp.float32)
+    order = "popular" if popular else "row"
+    rows = mosaic_rows.sort_rows(
+        x, None, jnp.asarray(ids), weight, None, problem.k, problem, order, Config(block_m=block_m)
+    )
+    tile_x, expert, position = (np.asarray(a) for a in (rows.tile_x, rows.tile_expert, rows.position))
+    assert int(rows.tile_rows[-1]) == sum(-(-count // block_m) for count in counts)
+    assert np.all(tile_x[:, 0] % mosaic_rows.GROUP == 0)
+    assert np.all(tile_x[expert < 0] == 0)
+    for slot, e in enumerate(ids[:, 0]):
+        if e >= 0:
+            row, within = divmod(position[slot], block_m)
+            assert expert[row] == e
+            assert within < tile_x[row, 1] <= block_m
+            assert float(rows.x[tile_x[row, 0] + within, 0]) == slot + 1
+            assert float(rows.row_scale[position[slot]]) == slot
+    # Nothing that a tile reads lies outside: it reads whole heights.
+    in_use = tile_x[expert >= 0]
+    heights = mosaic_config.heights_up_to(block_m)
+    read = [next(h for h in heights if h >= rows) for rows in in_use[:, 1]]
+    assert np.all(in_use[:, 0] + read <= rows.x.shape[0])
 
 
 @NUMERICS

@@ -30,6 +30,16 @@ def test_every_model_gets_a_config_that_the_backend_honours(backend: str, varian
                     assert module.unsupported(problem, choice.config) is None, (problem, choice)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "block_m", "order"),
+    [(1, 16, "row"), (64, 16, "row"), (65, 16, "column"), (512, 160, "row"), (0, 16, "row")],
+)
+def test_the_order_goes_by_whether_a_tile_holds_an_experts_slots(tokens: int, block_m: int, order: str) -> None:
+    """mixtral-8x7b: 8 experts, top 2."""
+    problem = model("mixtral-8x7b").problem("gate-up", tokens, "fp16")
+    assert tuning.order_for(problem, Config(block_m=block_m)) == order
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Problem:
     """A GPU with entries of torch-triton at 1, 2, 4 and 8 tokens, whose configs say so by group_m; its problem."""
