@@ -175,10 +175,14 @@ def _steps(problem: Problem, backend: str, config: Config, tokens: int) -> Itera
         yield from (config.replace(block_m=m) for m in [m for m in heights if m > config.block_m][:1])
     if down:
         yield from (config.replace(block_m=m) for m in [m for m in heights if m < config.block_m][-1:])
-    if not mosaic:
-        yield from (config.replace(num_stages=d) for d in (config.num_stages - 1, config.num_stages + 1) if d >= 2)
+    small = config.block_m <= 32
+    if mosaic:
+        yield from _deepest(problem, config, (1, 2, 3, 4) if small else (1, 2))
     else:
-        yield from _deepest(problem, config, (1, 2, 3, 4) if config.block_m <= 32 else (1, 2))
+        yield from (config.replace(num_stages=d) for d in (config.num_stages - 1, config.num_stages + 1) if d >= 2)
+    if small and not mosaic:  # longer pieces of a row a step, as many bytes ahead in fewer stages
+        fewer = max(2, config.num_stages // 2)
+        yield from (config.replace(block_k=2 * config.block_k, num_stages=d) for d in (fewer, fewer + 1))
     for block_n in (config.block_n // 2, config.block_n * 2):
         if (64 if mosaic else 32) <= block_n <= 256:
             yield config.replace(block_n=block_n)
@@ -191,12 +195,9 @@ def _steps(problem: Problem, backend: str, config: Config, tokens: int) -> Itera
             other.replace(block_k=128, num_stages=4),
             other.replace(block_n=64, block_k=128, num_stages=4),
         )
-    parts = ([config.split_k // 2, 1] if up and config.split_k > 1 else []) + (
-        [config.split_k * 2] if down and _few_tiles(problem) else []
-    )
-    for split_k in parts:
-        if 1 <= split_k <= 8:
-            yield config.replace(split_k=split_k)
+    fewer_parts = (config.split_k // 2, 1) if up and config.split_k > 1 else ()
+    more_parts = (config.split_k * 2,) if down and _few_tiles(problem) else ()
+    yield from (config.replace(split_k=split_k) for split_k in (*fewer_parts, *more_parts) if split_k <= 8)
 
 
 def _fewer_stages(problem: Problem, backend: str, config: Config) -> Config | None:

@@ -98,10 +98,12 @@ def run(
 
 def measure(cell: Cell, data: Any, device: Any) -> dict[str, Any]:
     """{"us": {column: µs}, "kernels": {name: µs a call}, "host_us": {part: µs}, facts} of a cell."""
+    import backends
     from bench.contenders import CannotRun, capture, prepare, wait
     from bench.measure import check
 
-    contender = prepare(Row(cell.case, cell.dtype, "column", cell.backend), data, device)
+    order = backends.choose_config(cell.case.problem(cell.dtype), backend=cell.backend).order
+    contender = prepare(Row(cell.case, cell.dtype, order, cell.backend), data, device)
     framework, name = contender.framework, contender.kernel_name or ""
     assert contender.config is not None
     check(contender, data, device, contender.eager)
@@ -112,6 +114,7 @@ def measure(cell: Cell, data: Any, device: Any) -> dict[str, Any]:
     us: dict[str, float | None] = {"kernel": _of_name(kernels, name), "gpu_total": _of_name(kernels, "")}
     found = {
         "config": dataclasses.asdict(contender.config),
+        "order": order,
         "layers": len(layers),
         "copies": copies,
         "read_bytes": data.problem.read_bytes(data.counts.tolist()),

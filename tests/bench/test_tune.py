@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("typer")
 
-from backends import registry, tuning
+from backends import mosaic_config, registry, tuning
 from bench import candidates, contenders, data, export_vllm, machine, measure, prune, results, tune
 from bench.cases import TOKENS_FULL, Row
 from shared.checks import ArgumentError
@@ -230,6 +230,21 @@ def test_taller_tiles_are_tried_only_where_slots_would_fill_them() -> None:
     assert "block_m=32" in changed(near(64, known), SMALL)
 
 
+def test_small_tiles_are_tried_with_longer_steps_of_fewer_stages() -> None:
+    found = near(64, [entry(64, **dataclasses.asdict(SMALL)), entry(256, **dataclasses.asdict(TALL))])
+    assert {SMALL.replace(block_k=256, num_stages=d) for d in (2, 3)} <= set(found)
+    assert not any(config.block_m == TALL.block_m and config.block_k > TALL.block_k for config in found)
+
+
+def test_pallas_mosaic_is_tried_with_the_deepest_pipelines_of_one_to_four_thread_blocks() -> None:
+    tile = Config(block_m=16, block_n=64, block_k=128, num_stages=3)
+    problem = MIXTRAL.problem("gate-up", 64, "fp16")
+    found = candidates.near(problem, "pallas-mosaic", [entry(64, "pallas-mosaic", **dataclasses.asdict(tile))])
+    depths = {config.num_stages for config in found if config.replace(num_stages=3) == tile}
+    blocks = [mosaic_config.blocks_per_sm(problem, tile.replace(num_stages=depth)) for depth in depths]
+    assert set(blocks) == {1, 2, 3, 4}
+
+
 def test_nothing_known_leaves_all_candidates() -> None:
     assert near(8, []) == []
     row = Row.of("mixtral-8x7b", "gate-up", 8, "fp16", "column", "torch-triton")
@@ -251,7 +266,8 @@ def test_a_port_starts_from_its_own_entries_and_looks_at_its_originals() -> None
 
 def test_parts_of_k_are_halved_for_more_tokens_and_doubled_for_fewer() -> None:
     split = SMALL.replace(split_k=4)
-    assert "split_k=2" in changed(near(2, [entry(1, **dataclasses.asdict(split))]), split)
+    found = changed(near(2, [entry(1, **dataclasses.asdict(split))]), split)
+    assert {"split_k=2", "split_k=1"} <= found
     problem = model("deepseek-v3").problem("gate-up", 1, "fp16")
     known = [entry(2, **dataclasses.asdict(split))]
     assert "split_k=8" in changed(candidates.near(problem, "torch-triton", known), split), "it has few tiles"
