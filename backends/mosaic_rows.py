@@ -5,7 +5,7 @@ TMA reads boxes of equally strided rows, so an expert's tokens have to lie one b
 - More than TOKENS tokens: `sort_rows` copies the rows of x, a row a slot, so that an expert's lie together in as few
   groups of 8 rows as they fill. TMA's boxes start at such a group, so experts of few slots share one, and a tile
   multiplies the others' rows as well, for nothing. Padded to 8 rows or to block_m each, they were a matrix many times
-  as large, whose writing back to memory the GEMM had to wait for: 62 MB for 64 tokens of deepseek-v3, 15 now.
+  as large, whose writing back to memory the GEMM had to wait for: 62 MB for 64 tokens of deepseek-v3, 13 now.
 - Up to TOKENS tokens: `all_tokens` copies nothing. They are one box, and every active expert's tile multiplies it
   whole: wgmma has 8 columns at least, so the columns of other experts' tokens cost nothing. No slot is ranked.
 
