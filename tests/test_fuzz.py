@@ -233,6 +233,21 @@ def test_judge_wants_infinity_where_the_output_overflows() -> None:
 
 
 @quiet
+def test_judge_lets_parts_overflow_that_only_rounding_makes_large() -> None:
+    """Parts that cancel exactly, of which rounding leaves more than float16 holds: infinities of both signs, so NaN.
+
+    two-pass adds in float32, where they fit.
+    """
+    found = load(campaign.REGRESSIONS / "jax-triton-2fa035e5.json")
+    given, place = values.arrays(found), (41, 0, 35)
+    hoped = judge.expected(found, given, interpret=False)
+    assert hoped.reference[place] == 0
+    assert hoped.wild[place]
+    summed = dataclasses.replace(found.program, config=found.program.config.replace(reduction="two-pass"))
+    two_pass = dataclasses.replace(found, program=summed)
+    assert not judge.expected(two_pass, given, interpret=False).wild[place]
+
+
 def test_judge_wants_zeros_where_no_expert_is() -> None:
     given = example(routing="some-minus-one")
     y = rounded(given)

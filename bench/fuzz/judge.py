@@ -131,8 +131,9 @@ def _slack(
     if config.rounded_parts(problem.k) > 1:
         dtype = ml_dtypes.finfo(problem.activation)
         sizes = _sizes_of_parts(codes, scaled, config) * factor[:, None]
+        # Parts that cancel exactly are what rounding leaves, which may be too large for y's dtype: both infinities.
+        wild |= sizes + slack > float(dtype.max) / 2
         slack += (parts + 1) * (sizes * float(dtype.eps) / 2 + float(dtype.smallest_subnormal))
-        wild |= sizes > float(dtype.max) / 2
     return slack, wild
 
 
