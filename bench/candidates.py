@@ -175,14 +175,10 @@ def _steps(problem: Problem, backend: str, config: Config, tokens: int) -> Itera
         yield from (config.replace(block_m=m) for m in [m for m in heights if m > config.block_m][:1])
     if down:
         yield from (config.replace(block_m=m) for m in [m for m in heights if m < config.block_m][-1:])
-    small = config.block_m <= 32
     if mosaic:
-        yield from _deepest(problem, config, (1, 2, 3, 4) if small else (1, 2))
+        yield from _deepest(problem, config, (1, 2, 3, 4) if config.block_m <= 32 else (1, 2))
     else:
         yield from (config.replace(num_stages=d) for d in (config.num_stages - 1, config.num_stages + 1) if d >= 2)
-    if small and not mosaic:  # longer pieces of a row a step, as many bytes ahead in fewer stages
-        fewer = max(2, config.num_stages // 2)
-        yield from (config.replace(block_k=2 * config.block_k, num_stages=d) for d in (fewer, fewer + 1))
     for block_n in (config.block_n // 2, config.block_n * 2):
         if (64 if mosaic else 32) <= block_n <= 256:
             yield config.replace(block_n=block_n)

@@ -230,12 +230,6 @@ def test_taller_tiles_are_tried_only_where_slots_would_fill_them() -> None:
     assert "block_m=32" in changed(near(64, known), SMALL)
 
 
-def test_small_tiles_are_tried_with_longer_steps_of_fewer_stages() -> None:
-    found = near(64, [entry(64, **dataclasses.asdict(SMALL)), entry(256, **dataclasses.asdict(TALL))])
-    assert {SMALL.replace(block_k=256, num_stages=d) for d in (2, 3)} <= set(found)
-    assert not any(config.block_m == TALL.block_m and config.block_k > TALL.block_k for config in found)
-
-
 def test_pallas_mosaic_is_tried_with_the_deepest_pipelines_of_one_to_four_thread_blocks() -> None:
     tile = Config(block_m=16, block_n=64, block_k=128, num_stages=3)
     problem = MIXTRAL.problem("gate-up", 64, "fp16")
