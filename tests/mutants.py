@@ -168,7 +168,7 @@ MUTANTS = (
     Mutant("mosaic: rows of x where no box begins", "backends/mosaic_rows.py", "from_row = first[expert] // GROUP * GROUP + before", "from_row = first[expert] + before", ("tests/test_mosaic.py", "-k", "find_the_rows")),
     Mutant("mosaic: a shared group's last rows not multiplied", "backends/mosaic_rows.py", "used = first[expert] % GROUP + jnp.minimum", "used = jnp.minimum", ("tests/test_mosaic.py", "-k", "find_the_rows")),
     Mutant("mosaic: another expert's rows of a shared group", "backends/mosaic_rows.py", "position=plan.position + jnp.append(first, 0)[buckets.bucket] % GROUP", "position=plan.position", gemm("pallas-mosaic", "ragged and fp16 and row")),
-    Mutant("mosaic: row scales of the first tile", "backends/mosaic_rows.py", "rows = tile_x[:, :1] + jnp.arange", "rows = tile_x[:1, :1] + jnp.arange", gemm("pallas-mosaic", "ragged and w8a8-channel and row")),
+    Mutant("mosaic: row scales of the first tile", "backends/mosaic_rows.py", "rows = tile_x[:, :1] + jnp.arange", "rows = tile_x[:1, :1] + jnp.arange", gemm("pallas-mosaic", "ragged and w8a8-channel")),
     Mutant("mosaic: two experts share rows", "backends/mosaic_rows.py", "(size[None, :] > size[:, None]) |", "(size[None, :] > 2 * size[:, None]) |", ("tests/test_mosaic.py", "-k", "lie_together")),
     Mutant("mosaic: too few rows of x", "backends/mosaic_rows.py", "16 * problem.slots // 9", "15 * problem.slots // 9", ("tests/test_mosaic.py", "-k", "lie_together")),
     Mutant("mosaic: last band not cut", MOSAIC, "rows = jnp.minimum(group_m, tile_rows - first_row)", "rows = jnp.int32(group_m)", ("tests/test_tile_order.py", "-k", "pallas_equals and pallas-mosaic")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -392,10 +393,13 @@ def test_many_failures_end_a_backends_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert result.examples["torch-triton"] < 20
 
 
-def test_interrupted_and_late_runs_keep_what_they_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_and_late_runs_keep_what_they_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: signal.Signals
+) -> None:
     def interrupted(line: str) -> None:
         if "FAILED" in line:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), ending)
 
     late = pool(monkeypatch, tmp_path, (64, 65), seconds=0.0)
     assert late.stopped == "time limit"
@@ -405,8 +409,10 @@ def test_interrupted_and_late_runs_keep_what_they_found(monkeypatch: pytest.Monk
         "tasks",
         lambda *_: [(dataclasses.replace(PROGRAM, problem=dataclasses.replace(HALF, n=WRONG)), [Draw()] * 9)],
     )
+    before = signal.getsignal(signal.SIGTERM)
     cut = campaign.run(chosen, tmp_path / "journals", interrupted, faulty)
     assert cut.stopped == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) is before
     assert len(list((tmp_path / "saved").iterdir())) == 1
 
 

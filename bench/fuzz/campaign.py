@@ -13,6 +13,8 @@ import itertools
 import json
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from multiprocessing.connection import wait
@@ -146,10 +148,22 @@ def _drawn(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[An
 
 
 def run(options: Options, journals: Path, say: Callable[[str], None], serve: Serve = work) -> Result:
-    """Fuzz as the options say. journals: folder for the workers' journals. KeyboardInterrupt ends it in order.
+    """Fuzz as the options say. journals: folder for the workers' journals. Ctrl-C ends it in order, and so does SIGTERM
+    in a main thread, by which schedulers and time limits end it.
 
     serve: what a worker process does; tests put another in.
     """
+    before = None
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _run(options, journals, say, serve)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _run(options: Options, journals: Path, say: Callable[[str], None], serve: Serve) -> Result:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if options.interpret:

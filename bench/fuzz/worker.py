@@ -77,7 +77,8 @@ def work(pipe: Connection, journal: str, interpret: bool) -> None:
 
 def serve(pipe: Connection, journal: Path, make: Callable[[Program], Any]) -> None:
     """Runs what comes through the pipe until it closes. make: a program's runner, as execute.Runner."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    for ending in (signal.SIGINT, signal.SIGTERM):  # the parent's, also where a whole group gets them
+        signal.signal(ending, signal.SIG_IGN)
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's word on infinities and NaN
     while True:
         try:
