@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,14 @@ FILE = "tile-reads.jsonl"
 PLAIN, SHIPPED = "plain read", "shipped kernel"
 COLUMNS = (PLAIN, *STEPS, SHIPPED)
 SAMPLES = 15
+
+
+def sources() -> str:
+    """Digest of the code that these times depend on: the shipped kernel's, the steps' and the plain reads'."""
+    digest = hashlib.sha256(results.sources().encode())
+    for name in ("tile_read_kernel.py", "tile_read_launch.py", "tile_reads.py", "read_kernel.py", "reads.py"):
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -49,5 +58,7 @@ def block(rows: Sequence[dict[str, Any]]) -> str:
         f"{last['gpu']}, {last['date']}, cold L2; {versions}. Medians of {SAMPLES}. Programs per SM: as many as fit at "
     )
     intro += f"once, of *tiles*, *with x* and *{PRODUCT}*."
+    if last.get("sources") != sources():
+        intro += " The kernels' sources, or their tiles, have changed since."
     failed = [f"- {row['id']}, {name}: no time, {why}." for row in rows for name, why in row["failed"].items()]
     return "\n\n".join([intro, markdown(table(rows)), *(["\n".join(failed)] if failed else [])])

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from bench import cells_cli, reads, results, selection
 from bench.cases import _TINY, Case, Row
 from bench.terminal import print_table
 from bench.tile_read_launch import STEPS, Reader
-from bench.tile_read_tables import COLUMNS, FILE, PLAIN, SAMPLES, SHIPPED, read, table
+from bench.tile_read_tables import COLUMNS, FILE, PLAIN, SAMPLES, SHIPPED, read, sources, table
 from shared.config import Config
 from shared.gpus import gpus
 from shared.models import Model, model
@@ -100,14 +99,6 @@ def run(
 
 def _id(row: Row) -> str:
     return f"{row.case.name}/{row.dtype}"
-
-
-def sources() -> str:
-    """Digest of the code that these times depend on: the shipped kernel's, the steps' and the plain reads'."""
-    digest = hashlib.sha256(results.sources().encode())
-    for name in ("tile_read_kernel.py", "tile_read_launch.py", "tile_reads.py", "read_kernel.py", "reads.py"):
-        digest.update(Path(__file__).with_name(name).read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def measure(row: Row, data: Any, device: Any) -> dict[str, Any]:

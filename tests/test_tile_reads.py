@@ -190,6 +190,8 @@ def test_the_table_tells_what_is_above_the_bytes_time(tmp_path: Path) -> None:
     assert told["with x"] == "no time"
     text = tile_read_tables.block([row])
     assert "- c/fp16, with x: no time, error 3." in text
+    assert "have changed since" in text
+    assert "have changed since" not in tile_read_tables.block([row | {"sources": tile_read_tables.sources()}])
     assert "python -m bench tile-reads" in evidence.BLOCKS["tile-reads"](tmp_path, {})
 
 
