@@ -401,6 +401,11 @@ def test_interrupted_and_late_runs_keep_what_they_found(
         if "FAILED" in line:
             os.kill(os.getpid(), ending)
 
+    def ended(pool: campaign._Pool) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one, as impatient schedulers send
+        end(pool)
+
+    end = campaign._Pool.end
     late = pool(monkeypatch, tmp_path, (64, 65), seconds=0.0)
     assert late.stopped == "time limit"
     chosen = options("torch-triton", examples=9, draws=3, regressions=tmp_path / "saved")
@@ -409,10 +414,12 @@ def test_interrupted_and_late_runs_keep_what_they_found(
         "tasks",
         lambda *_: [(dataclasses.replace(PROGRAM, problem=dataclasses.replace(HALF, n=WRONG)), [Draw()] * 9)],
     )
-    before = signal.getsignal(signal.SIGTERM)
-    cut = campaign.run(chosen, tmp_path / "journals", interrupted, faulty)
+    monkeypatch.setattr(campaign._Pool, "end", ended)
+    before = [signal.getsignal(one) for one in campaign.ENDINGS]
+    with campaign.ended_in_order():
+        cut = campaign.run(chosen, tmp_path / "journals", interrupted, faulty)
     assert cut.stopped == "interrupted"
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert [signal.getsignal(one) for one in campaign.ENDINGS] == before
     assert len(list((tmp_path / "saved").iterdir())) == 1
 
 

@@ -16,7 +16,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -147,23 +147,42 @@ def _drawn(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[An
     return found
 
 
+ENDINGS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a run: Ctrl-C, and what schedulers and time limits send."""
+
+
+@contextlib.contextmanager
+def ended_in_order() -> Iterator[None]:
+    """In the block the first of ENDINGS raises KeyboardInterrupt, and those after it are ignored: what was found is
+    kept, however often a run is told to end. Only a main thread can do so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def first(number: int, frame: object) -> None:
+        ignore_endings()
+        raise KeyboardInterrupt
+
+    before = {ending: signal.signal(ending, first) for ending in ENDINGS}
+    try:
+        yield
+    finally:
+        for ending, handler in before.items():
+            signal.signal(ending, handler)
+
+
+def ignore_endings() -> None:
+    """From here on in the block of `ended_in_order`: as what is left to do is short."""
+    if threading.current_thread() is threading.main_thread():
+        for ending in ENDINGS:
+            signal.signal(ending, signal.SIG_IGN)
+
+
 def run(options: Options, journals: Path, say: Callable[[str], None], serve: Serve = work) -> Result:
-    """Fuzz as the options say. journals: folder for the workers' journals. Ctrl-C ends it in order, and so does SIGTERM
-    in a main thread, by which schedulers and time limits end it.
+    """Fuzz as the options say. journals: folder for the workers' journals. KeyboardInterrupt ends it in order.
 
     serve: what a worker process does; tests put another in.
     """
-    before = None
-    if threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return _run(options, journals, say, serve)
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _run(options: Options, journals: Path, say: Callable[[str], None], serve: Serve) -> Result:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if options.interpret:

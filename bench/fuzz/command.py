@@ -94,8 +94,10 @@ def _run(options: Options, out: Path | None, *, as_json: bool) -> int:
         f"fuzzing {', '.join(options.backends)} with seed {options.seed}: {options.examples} examples each, "
         f"{options.draws} a program, {options.jobs} processes, {'interpreters' if options.interpret else 'compiled'}"
     )
-    result = campaign.run(options, FOLDER / f"{started}-{os.getpid()}", say)
-    campaign.dump(result, path, date=started, **_facts(interpret=options.interpret))
+    with campaign.ended_in_order():
+        result = campaign.run(options, FOLDER / f"{started}-{os.getpid()}", say)
+        campaign.ignore_endings()
+        campaign.dump(result, path, date=started, **_facts(interpret=options.interpret))
     say(_summary(result) + f"\n{path}")
     if as_json:
         print(path.read_text(encoding="utf-8"))
