@@ -65,7 +65,7 @@ def moe_gemm(
     mode        None: the dtype of w says it, and FP8 means w8a16. "w8a8" quantises x per token on the fly.
     order       in which order thread blocks walk the output tiles: row, column, grouped, popular; None takes row where
                 an expert's slots are likely to fit one tile of the config, as they do in nearly all measured ones, and
-                column where they fill several (`backends.tuning.order_for`); `choose_config` shows it
+                column where they fill several (`backends.tuning.order_for`); without a config `choose_config` shows it
     config      tile shape; None takes the best known one, which `choose_config` shows
     backend     torch-triton, jax-triton, pallas-triton, pallas-mosaic
     popularity  (E,) int32, for order "popular" alone: experts are walked by falling popularity, such as their slots in

@@ -66,8 +66,17 @@ def call(given: Sequence[Any], config: Config | None, **options: Any) -> torch.T
     # Numbers stay numbers: Dynamo may have symbols for them, which the operator's schema makes it resolve.
     numbers = [int(getattr(config, name)) for name in _CONFIG_NUMBERS] if config is not None else []
     names = {name: getattr(config, name) for name in _CONFIG_NAMES} if config is not None else {}
-    text = "{" + ", ".join([f"{name!r}: {value!r}" for name, value in {**options, **names}.items()]) + "}"
+    text = "{" + ", ".join([f"{name!r}: {_literal(name, value)}" for name, value in {**options, **names}.items()]) + "}"
     return operator(*given, numbers, text)
+
+
+def _literal(name: str, value: Any) -> str:
+    """An option as `ast.literal_eval` reads it back. ArgumentError for what no option can be and no literal is."""
+    if isinstance(value, str):
+        return repr(value if type(value) is str else "".join(value))  # numpy.str_ shows its type
+    if value is None or type(value) is bool or type(value) is int:
+        return repr(value)
+    raise ArgumentError(f"{name}: got {value!r} ({type(value).__name__}); allowed: a str")
 
 
 def check_no_gradient(given: Sequence[Any], *, recorded: bool = False) -> None:

@@ -18,7 +18,7 @@ class Config(Key):
     """Tile shape and launch parameters of one GEMM launch. All backends take the same object.
 
     block_m:    rows (slots) of an output tile, a multiple of 16 (in Triton a power of two or the sum of two); an
-                expert's slots are padded to a multiple of it
+                expert's tiles hold a multiple of it
     block_n:    columns (output channels) of an output tile
     block_k:    depth of one step of the stream over K
     num_warps:  warps of 32 threads in a thread block; four make one Hopper warp-group. pallas-mosaic: warps that

@@ -286,6 +286,24 @@ def test_errors_inside_torch_compile_name_the_argument() -> None:
 
 
 @NUMERICS
+def test_options_of_other_types_under_transformations() -> None:
+    """What a plain call takes as an option, a recorded one takes; what it refuses, that refuses with the same error."""
+    call = given("torch")
+    x, w, ids = call["x"], call["w"], call["topk_ids"]
+
+    def recorded(**options: Any) -> torch.Tensor:
+        return torch.vmap(lambda ids: door(**options)(x, w, ids))(ids[None])[0]
+
+    same_options = {"order": np.str_("row"), "config": SMALL.replace(reduction=np.str_("atomic"))}
+    assert same(recorded(**same_options), door(order="row", config=SMALL.replace(reduction="atomic"))(x, w, ids))
+    for wrong in (object(), float("nan"), ["row"], 5, b"row"):
+        with pytest.raises(ArgumentError, match=r"^order: got "):
+            recorded(order=wrong)
+        with pytest.raises(ArgumentError, match=r"^order: got "):
+            door(order=wrong)(x, w, ids)
+
+
+@NUMERICS
 @EVERY_BACKEND
 def test_parameters_are_taken_under_no_grad(backend: str) -> None:
     """Weights of a module require a gradient until told otherwise; DLPack refuses them even under torch.no_grad()."""
