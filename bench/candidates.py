@@ -9,7 +9,7 @@ from typing import Any
 
 from backends import registry
 from backends.triton_launch import ACCUMULATORS
-from shared.config import REDUCTIONS, Config
+from shared.config import MOST_STAGES, REDUCTIONS, Config
 from shared.problem import Problem
 
 FEW_TILES = 132
@@ -112,7 +112,11 @@ def _deepest(problem: Problem, tile: Config, thread_blocks: Sequence[int]) -> It
     depths = set()
     for blocks in thread_blocks:
         room = min(mosaic_config.SHARED_MEMORY, mosaic_config.SHARED_MEMORY_PER_SM // blocks - 1024)
-        fits = (d for d in range(2, 17) if mosaic_config.shared_bytes(problem, tile.replace(num_stages=d)) <= room)
+        fits = (
+            d
+            for d in range(2, MOST_STAGES + 1)
+            if mosaic_config.shared_bytes(problem, tile.replace(num_stages=d)) <= room
+        )
         depths |= {max(fits, default=2)}
     for num_stages in sorted(depths):
         yield tile.replace(num_stages=num_stages)
@@ -178,11 +182,12 @@ def _steps(problem: Problem, backend: str, config: Config, tokens: int) -> Itera
     if mosaic:
         yield from _deepest(problem, config, (1, 2, 3, 4) if config.block_m <= 32 else (1, 2))
     else:
-        yield from (config.replace(num_stages=d) for d in (config.num_stages - 1, config.num_stages + 1) if d >= 2)
+        depths = (config.num_stages - 1, config.num_stages + 1)
+        yield from (config.replace(num_stages=depth) for depth in depths if 2 <= depth <= MOST_STAGES)
     for block_n in (config.block_n // 2, config.block_n * 2):
         if (64 if mosaic else 32) <= block_n <= 256:
             yield config.replace(block_n=block_n)
-    for num_stages in (config.num_stages, config.num_stages + 1):
+    for num_stages in sorted({config.num_stages, min(config.num_stages + 1, MOST_STAGES)}):
         yield config.replace(num_warps=4 if config.num_warps == 8 else 8, num_stages=num_stages)
     if problem.dtype == "fp8-w8a16" and not mosaic:  # widened weights as the left operand, or as the right one
         other = config.replace(swap_ab=not config.swap_ab, num_warps=4, block_n=max(64, config.block_n))

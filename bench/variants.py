@@ -27,7 +27,7 @@ from bench.terminal import print_table
 from bench.variant_launch import ORDERS, VARIANTS, Variant, moe_gemm, unsupported
 from bench.variant_tables import BASE, FILE, TWO_BLOCKS, read, sources, summary, table
 from shared.checks import check_name
-from shared.config import Config
+from shared.config import MOST_STAGES, Config
 from shared.models import model
 from shared.problem import Problem
 
@@ -90,9 +90,9 @@ def candidates(problem: Problem, name: str, tuned: Config) -> list[Config]:
     if variant.warp_specialise:
         tuned = tuned.replace(block_n=64, num_warps=4, swap_ab=True)
     deep = 2 if tuned.block_k * problem.w_itemsize < 256 else 0.5
-    found = [tuned, *(tuned.replace(num_stages=max(2, tuned.num_stages + more)) for more in (-1, 1))]
+    found = [tuned, *(tuned.replace(num_stages=_allowed(tuned.num_stages + more)) for more in (-1, 1))]
     found += [tuned.replace(block_n=n) for n in (64, 128)]
-    other = tuned.replace(block_k=int(tuned.block_k * deep), num_stages=max(2, int(tuned.num_stages / deep)))
+    other = tuned.replace(block_k=int(tuned.block_k * deep), num_stages=_allowed(int(tuned.num_stages / deep)))
     found.append(other)
     if tuned.block_m * tuned.block_n >= 64 * 128:  # enough rows for two warp-groups
         found.append(tuned.replace(num_warps=12 - tuned.num_warps if tuned.num_warps in (4, 8) else 4))
@@ -100,10 +100,14 @@ def candidates(problem: Problem, name: str, tuned: Config) -> list[Config]:
         found.append(tuned.replace(swap_ab=not tuned.swap_ab))
     if variant.warp_specialise:
         for config in (tuned, other):
-            deepest = _fitting(problem, name, config.replace(num_stages=16))
+            deepest = _fitting(problem, name, config.replace(num_stages=MOST_STAGES))
             found += [deepest.replace(num_stages=max(2, deepest.num_stages - 1))] if deepest else []
     fitting = (_fitting(problem, name, config) for config in found)
     return list(dict.fromkeys(config for config in fitting if config is not None))
+
+
+def _allowed(num_stages: int) -> int:
+    return min(max(2, num_stages), MOST_STAGES)
 
 
 def in_one_block(config: Config) -> Config:

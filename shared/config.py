@@ -10,6 +10,7 @@ from typing import Any
 from shared.checks import ArgumentError, check_fields, check_name
 from shared.keys import Key
 
+MOST_STAGES = 16
 REDUCTIONS = ("two-pass", "atomic", "atomic-fp32")
 
 
@@ -67,8 +68,8 @@ class Config(Key):
         if self.num_warps not in (1, 2, 4, 8, 16, 32):
             raise ArgumentError(f"config.num_warps: got {self.num_warps}; allowed: 1, 2, 4, 8, 16, 32")
         _check_integer("num_stages", self.num_stages)
-        if not 1 <= self.num_stages <= 16:
-            raise ArgumentError(f"config.num_stages: got {self.num_stages}; allowed: 1 to 16")
+        if not 1 <= self.num_stages <= MOST_STAGES:
+            raise ArgumentError(f"config.num_stages: got {self.num_stages}; allowed: 1 to {MOST_STAGES}")
         _check_integer("group_m", self.group_m)
         if self.group_m < 1:
             raise ArgumentError(f"config.group_m: got {self.group_m}; allowed: 1 or more")

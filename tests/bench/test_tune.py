@@ -21,7 +21,7 @@ from backends import mosaic_config, registry, tuning
 from bench import candidates, contenders, data, export_vllm, machine, measure, prune, results, tune
 from bench.cases import TOKENS_FULL, Row
 from shared.checks import ArgumentError
-from shared.config import Config
+from shared.config import MOST_STAGES, Config
 from shared.models import model
 
 CEILINGS = {"read_bytes_per_s": 4.6e12, "bf16_flops": 8e14, "fp8_flops": 1.5e15}
@@ -228,6 +228,14 @@ def test_taller_tiles_are_tried_only_where_slots_would_fill_them() -> None:
     known = [entry(1, **dataclasses.asdict(SMALL))]
     assert "block_m=32" not in changed(near(4, known), SMALL)
     assert "block_m=32" in changed(near(64, known), SMALL)
+
+
+@pytest.mark.parametrize("backend", ["torch-triton", "pallas-mosaic"])
+def test_the_deepest_pipeline_has_no_deeper_neighbour(backend: str) -> None:
+    deepest = Config(block_m=16, block_n=64, block_k=64, num_stages=MOST_STAGES)
+    found = near(64, [entry(64, backend, **dataclasses.asdict(deepest))], backend)
+    assert deepest in found
+    assert max(config.num_stages for config in found) == MOST_STAGES
 
 
 def test_pallas_mosaic_is_tried_with_the_deepest_pipelines_of_one_to_four_thread_blocks() -> None:
