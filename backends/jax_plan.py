@@ -40,6 +40,7 @@ class Plan(NamedTuple):
     tile_span   (R, 2)          first tile row of the bucket that each tile row belongs to, and how many it has; past
                                 the tile rows in use, (the row itself, 1)
     position    (S,)            row of each slot in the sorted, padded matrix: the inverse of sorted_slot
+    first_row   (E + 1,)        first tile row of each bucket
     """
 
     sorted_slot: jax.Array
@@ -47,6 +48,7 @@ class Plan(NamedTuple):
     tile_rows: jax.Array
     tile_span: jax.Array
     position: jax.Array
+    first_row: jax.Array
 
 
 def buckets_of(topk_ids: jax.Array, experts: int) -> Buckets:
@@ -77,9 +79,14 @@ def plan(
     Slots are ranked inside their bucket (an expert, or bucket E for -1) and each bucket starts at a multiple of
     block_m. T >= 1.
     """
-    slots = topk_ids.size
+    return plan_of(buckets_of(topk_ids, experts), block_m, popular=popular, popularity=popularity)
+
+
+def plan_of(of_slots: Buckets, block_m: int, *, popular: bool = False, popularity: jax.Array | None = None) -> Plan:
+    """As `plan`, for slots whose buckets are known."""
+    bucket, rank, counts = of_slots
+    slots, experts = bucket.size, counts.size - 1
     max_tile_rows = Problem(tokens=slots, experts=experts, n=1, k=1, top_k=1).max_tile_rows(block_m)
-    bucket, rank, counts = buckets_of(topk_ids, experts)
     slot = jnp.arange(slots, dtype=jnp.int32)
 
     # Sums over the last axis, the running sum over buckets too: XLA fuses each with what leads up to it.
@@ -104,7 +111,7 @@ def plan(
     )
     unused = jnp.stack([row, jnp.ones_like(row)], 1)
     tile_span = jnp.where((row < tile_rows)[:, None], span, unused)
-    return Plan(sorted_slot, tile_expert, tile_rows, tile_span, position)
+    return Plan(sorted_slot, tile_expert, tile_rows, tile_span, position, first_row)
 
 
 def quantise_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -9,7 +9,7 @@ TMA reads boxes of equally strided rows, so an expert's tokens have to lie one b
 - Up to TOKENS tokens: `all_tokens` copies nothing. They are one box, and every active expert's tile multiplies it
   whole: wgmma has 8 columns at least, so the columns of other experts' tokens cost nothing. No slot is ranked.
 
-At decode, what surrounds the kernel counts: XLA launches about ten kernels for the first way, four for the second.
+At decode, what surrounds the kernel counts: XLA launches 14 kernels and more for the first way, four for the second.
 """
 
 from __future__ import annotations
@@ -80,20 +80,20 @@ def prepare(x, topk_ids, topk_weight, popularity, k: int, problem: Problem, orde
 def sort_rows(x, x_scale, topk_ids, weight, popularity, k, problem: Problem, order: str, config: Config) -> Rows:
     """One row per slot, those of an expert together. Arguments as `prepare`; x_scale (T,), weight (S,) or None."""
     popular, block_m = order == "popular", config.block_m
-    plan = jax_plan.plan(topk_ids, problem.experts, block_m, popular=popular, popularity=popularity)
     buckets = jax_plan.buckets_of(topk_ids, problem.experts)
+    plan = jax_plan.plan_of(buckets, block_m, popular=popular, popularity=popularity)
     first = first_rows(buckets.counts[:-1])
     # A tile reads whole heights, up to block_m rows, from the group on in which its slots begin.
     x_rows = most_rows(problem) + block_m - GROUP
-    has_expert = buckets.bucket < problem.experts
     slot = jnp.arange(problem.slots, dtype=jnp.int32)
-    x_row = jnp.where(has_expert, jnp.append(first, 0)[buckets.bucket] + buckets.rank, x_rows + slot)
+    first_of_slot = first[jnp.minimum(buckets.bucket, problem.experts - 1)]  # of no meaning without an expert
+    x_row = jnp.where(buckets.bucket < problem.experts, first_of_slot + buckets.rank, x_rows + slot)
     # A row of no slot holds some token's values, which no one reads. Zeros would cost XLA a kernel more.
     slot_of = jnp.zeros(x_rows, jnp.int32).at[x_row].set(slot, mode="drop", unique_indices=True)
 
     tile_row = jnp.arange(plan.tile_expert.size, dtype=jnp.int32)
     expert = jnp.maximum(plan.tile_expert, 0)
-    before = (tile_row - plan.tile_span[:, 0]) * block_m  # slots of the expert in its earlier tile rows
+    before = (tile_row - plan.first_row[expert]) * block_m  # slots of the expert in its earlier tile rows
     from_row = first[expert] // GROUP * GROUP + before
     used = first[expert] % GROUP + jnp.minimum(buckets.counts[expert] - before, block_m)
     tile_x = jnp.where((plan.tile_expert >= 0)[:, None], jnp.stack([from_row, used], 1), 0)
@@ -110,7 +110,7 @@ def sort_rows(x, x_scale, topk_ids, weight, popularity, k, problem: Problem, ord
         # Tile rows of -1 slots come after all others.
         tile_rows=jnp.sum(plan.tile_expert >= 0, dtype=jnp.int32, keepdims=True),
         tile_span=plan.tile_span if popular else None,
-        position=plan.position + jnp.append(first, 0)[buckets.bucket] % GROUP,
+        position=plan.position + first_of_slot % GROUP,
     )
 
 
@@ -120,13 +120,12 @@ def first_rows(counts: jax.Array) -> jax.Array:
     Experts have 0, 1, 2, 4 rows or a multiple of GROUP, and those of most come first: so each begins at a multiple of
     what it has, and none of up to GROUP slots is in two groups.
     """
-    rows = -(-counts // GROUP) * GROUP
+    rows = (counts + (GROUP - 1)) & -GROUP
     for few in (4, 2, 1, 0):
         rows = jnp.where(counts <= few, few, rows)
-    expert = jnp.arange(counts.size, dtype=jnp.int32)
-    size = jnp.minimum(rows, GROUP)
-    earlier = (size[None, :] > size[:, None]) | ((size[None, :] == size[:, None]) & (expert[None, :] < expert[:, None]))
-    return jnp.sum(jnp.where(earlier, rows[None, :], 0), axis=1, dtype=jnp.int32)
+    # Of each size, those of the lowest numbers first.
+    place = jnp.minimum(rows, GROUP) * counts.size - jnp.arange(counts.size, dtype=jnp.int32)
+    return jnp.sum(jnp.where(place[None, :] > place[:, None], rows[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def most_rows(problem: Problem) -> int:

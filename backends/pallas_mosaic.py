@@ -352,15 +352,13 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             columns = pl.ds(tile.col * block_n + channel, group_n)
 
             # Load scales: after the stream, the tile's end would wait for memory. Those of many rows take registers.
-            early = h <= EARLY_ROWS
-
             def row_scales():
                 return _load_vector(row_scale_gmem.at[pl.ds(scale_row(tile), h)], plgpu.Layout.WGMMA.reduce(0))
 
             w_scale = row_scale = None
             if w_scale_gmem is not None and not block_scaled:
                 w_scale = _load_vector(w_scale_gmem.at[tile.expert, columns], plgpu.Layout.WGMMA.reduce(1))
-            if row_scale_gmem is not None and early:
+            if row_scale_gmem is not None and h <= EARLY_ROWS:
                 row_scale = row_scales()
 
             if block_scaled:

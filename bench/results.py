@@ -315,6 +315,14 @@ def sources() -> str:
     return _digest((*ROOT.glob("backends/**/*.py"), *ROOT.glob("backends/tuned/*.json"), *ROOT.glob("shared/*.py")))
 
 
+def sources_and(*modules: str) -> str:
+    """Digest of `sources` and these modules of bench/: of what times of kernels beside the shipped one depend on."""
+    digest = hashlib.sha256(sources().encode())
+    for name in modules:
+        digest.update((ROOT / "bench" / f"{name}.py").read_bytes())
+    return digest.hexdigest()[:12]
+
+
 HARNESS = (
     "clock", "cold", "contenders", "data", "libraries", "machine", "measure", "pairs", "peers", "published",
     "read_kernel", "reads", "suite",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,7 @@ SAMPLES = 15
 
 def sources() -> str:
     """Digest of the code that these times depend on: the shipped kernel's, the steps' and the plain reads'."""
-    digest = hashlib.sha256(results.sources().encode())
-    for name in ("tile_read_kernel.py", "tile_read_launch.py", "tile_reads.py", "read_kernel.py", "reads.py"):
-        digest.update(Path(__file__).with_name(name).read_bytes())
-    return digest.hexdigest()[:12]
+    return results.sources_and("tile_read_kernel", "tile_read_launch", "tile_reads", "read_kernel", "reads")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

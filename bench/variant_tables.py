@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 from collections.abc import Sequence
@@ -31,10 +30,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def sources() -> str:
     """Digest of the code that these times depend on: the shipped kernel's and the variants'."""
-    digest = hashlib.sha256(results.sources().encode())
-    for name in ("variant_kernels.py", "variant_launch.py"):
-        digest.update(Path(__file__).with_name(name).read_bytes())
-    return digest.hexdigest()[:12]
+    return results.sources_and("variant_kernels", "variant_launch")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from bench.fuzz.example import Draw, Example, Program, save
 from bench.fuzz.programs import COMPILED, INTERPRETED, Limits, draws, programs
 from bench.fuzz.shrink import shrink
-from bench.fuzz.worker import ENVIRONMENT, Serve, Worker, work
+from bench.fuzz.worker import ENDINGS, ENVIRONMENT, Serve, Worker, work
 
 ROOT = Path(__file__).parents[2]
 REGRESSIONS = ROOT / "tests" / "regressions"
@@ -145,10 +145,6 @@ def _drawn(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[An
 
     collect()
     return found
-
-
-ENDINGS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a run: Ctrl-C, and what schedulers and time limits send."""
 
 
 @contextlib.contextmanager

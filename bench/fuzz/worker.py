@@ -16,6 +16,8 @@ from typing import Any
 
 from bench.fuzz.example import Draw, Example, Program
 
+ENDINGS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a run: Ctrl-C, and what schedulers and time limits send."""
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the processes share one GPU
     "OMP_NUM_THREADS": "1",  # and the cores
@@ -77,7 +79,7 @@ def work(pipe: Connection, journal: str, interpret: bool) -> None:
 
 def serve(pipe: Connection, journal: Path, make: Callable[[Program], Any]) -> None:
     """Runs what comes through the pipe until it closes. make: a program's runner, as execute.Runner."""
-    for ending in (signal.SIGINT, signal.SIGTERM):  # the parent's, also where a whole group gets them
+    for ending in ENDINGS:  # the parent's, also where a whole group gets them
         signal.signal(ending, signal.SIG_IGN)
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's word on infinities and NaN
     while True:
