@@ -34,7 +34,7 @@ from backends.compiled import Compiled
 from backends.jax_plan import plan, prepare_tokens
 from backends.pallas_triton_ops import atomic_add, dot_fp8, needs_wide_load, wide_load
 from backends.pallas_triton_rows import reduce_parts, zeros
-from backends.triton_launch import not_in_triton, tail_rows, warp_group
+from backends.triton_launch import half_tail, not_in_triton, tail_rows, warp_group
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
 
@@ -91,15 +91,20 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
         row, col = locate_tile(tile, tile_rows, tile_cols, order, config.group_m, ref.get("tile_span"))
 
         # Whose rows these are: those of a power of two and, of a tall tile, its tail
-        tail = tail_rows(block_m)
+        tail, half = tail_rows(block_m), half_tail(block_m)
         head = block_m - tail
         expert = ref["tile_expert"][row]
-        slots_of = [ref["sorted_slot"][pl.ds(row * block_m, head)]]
+        first = ref["sorted_slot"][pl.ds(row * block_m, head)]
+        slots_of = [first]
         has_expert = short = expert >= 0
         if tail:
             slots_of.append(ref["sorted_slot"][pl.ds(row * block_m + head, tail)])
-            tail_used = ref["sorted_slot"][row * block_m + head] < slots
-            short = has_expert & jnp.logical_not(tail_used)
+            tall = has_expert & (ref["sorted_slot"][row * block_m + head + half] < slots)
+            short = has_expert & jnp.logical_not(tall)
+        if half:
+            half_slot = ref["sorted_slot"][pl.ds(row * block_m + head, half)]
+            half_tall = short & (ref["sorted_slot"][row * block_m + head] < slots)
+            short = short & jnp.logical_not(half_tall)
         n = col * block_n + lax.iota(jnp.int32, block_n)
 
         def store(slot: jax.Array, y: jax.Array) -> None:
@@ -176,10 +181,12 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
                 # Store
                 store(slot, acc.T if config.swap_ab else acc)
 
-        # A tall tile multiplies its tail, too; one whose tail is padding does not.
+        # As much of the tail is multiplied as holds slots: all of it, half of it, nothing.
         if tail:
-            pl.when(has_expert & tail_used)(lambda: gemm_tile(slots_of))
-        pl.when(short)(lambda: gemm_tile(slots_of[:1]))
+            pl.when(tall)(lambda: gemm_tile(slots_of))
+        if half:
+            pl.when(half_tall)(lambda: gemm_tile([first, half_slot]))
+        pl.when(short)(lambda: gemm_tile([first]))
         if how == "none":  # else these rows are zeros already, or written by the kernel that adds parts up
 
             @pl.when(jnp.logical_not(has_expert))

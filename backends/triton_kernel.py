@@ -267,6 +267,7 @@ def moe_gemm_kernel(
     PUBLISHED_GRID_M: tl.constexpr,  # only for ORDER "published-2024"
     BLOCK_M: tl.constexpr,
     TAIL: tl.constexpr,  # rows of a tile past its largest power of two, a power of two themselves, or 0
+    HALF: tl.constexpr,  # rows of the tail that are multiplied alone where no others of it hold slots, or 0
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -307,11 +308,14 @@ def moe_gemm_kernel(
     ROWS: tl.constexpr = BLOCK_M - TAIL
     expert = tl.load(tile_expert_ptr + row)
     slot = tl.load(sorted_slot_ptr + row * BLOCK_M + tl.arange(0, ROWS))
-    tail_slot = slot
-    tall = False
+    tail_slot, half_slot = slot, slot
+    tall, half_tall = False, False
     if TAIL > 0:
         tail_slot = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + tl.arange(0, TAIL))
-        tall = (expert >= 0) & (tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots)
+        tall = (expert >= 0) & (tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + HALF) < slots)
+    if HALF > 0:
+        half_slot = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + tl.arange(0, HALF))
+        half_tall = (expert >= 0) & (tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots)
     n = col * BLOCK_N + tl.arange(0, BLOCK_N)
     if REDUCTION == "two-pass":
         y_ptr += tl.cast(part, tl.int64) * slots * N
@@ -322,13 +326,20 @@ def moe_gemm_kernel(
         part_steps: tl.constexpr = (steps + PARTS - 1) // PARTS
         first_step = part * part_steps
         end_step = min(first_step + part_steps, steps)
-    # A tall tile multiplies its tail, too; one whose tail is padding does not.
+    # As much of the tail is multiplied as holds slots: all of it, half of it, nothing.
     if tall:
         gemm_tile(
             slot, tail_slot, expert, n, first_step, end_step,
             x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, topk_weight_ptr, y_ptr, slots,
             x_stride, w_stride_e, w_stride_n, N, K, TOP_K, SCALES, QUANTISED_X, SCALED_X, ROUTING_WEIGHT,
             ROWS, TAIL, BLOCK_N, BLOCK_K, SWAP_AB, REDUCTION, W_WORDS,
+        )  # fmt: skip
+    elif half_tall:
+        gemm_tile(
+            slot, half_slot, expert, n, first_step, end_step,
+            x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, topk_weight_ptr, y_ptr, slots,
+            x_stride, w_stride_e, w_stride_n, N, K, TOP_K, SCALES, QUANTISED_X, SCALED_X, ROUTING_WEIGHT,
+            ROWS, HALF, BLOCK_N, BLOCK_K, SWAP_AB, REDUCTION, W_WORDS,
         )  # fmt: skip
     elif expert >= 0:
         gemm_tile(

@@ -76,6 +76,15 @@ def tail_rows(block_m: int) -> int:
     return block_m - (1 << block_m.bit_length() - 1)
 
 
+def half_tail(block_m: int) -> int:
+    """Rows of a tile's tail that are multiplied alone where no more of it hold slots; 0: it is multiplied whole.
+
+    Blocks of fewer rows than 16 are multiplied no faster.
+    """
+    half = tail_rows(block_m) // 2
+    return half if half >= 16 else 0
+
+
 def not_in_triton(config: Config) -> str | None:
     """Why Triton has no such kernel; None if it has."""
     if config.ping_pong:
@@ -135,6 +144,7 @@ def gemm_constants(
         "PUBLISHED_GRID_M": published_grid_m(problem, config) if order == PUBLISHED else 0,
         "BLOCK_M": config.block_m,
         "TAIL": tail_rows(config.block_m),
+        "HALF": half_tail(config.block_m),
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from backends.triton_launch import tail_rows
+from backends.triton_launch import half_tail, tail_rows
 from shared import planning
 from shared.config import Config
 from shared.problem import Problem, ceil_div
@@ -60,10 +60,11 @@ def lower_bound_seconds(
 
 
 def _rows_of_tiles(count: int, block_m: int) -> int:
-    """Rows that an expert's tiles multiply: the last tile its tail only where it has slots (`triton_launch`)."""
+    """Rows that an expert's tiles multiply: of the last tile's tail as much as holds slots (`triton_launch`)."""
     full, rest = divmod(count, block_m)
     head = block_m - tail_rows(block_m)
-    return full * block_m + (0 if rest == 0 else head if rest <= head else block_m)
+    least = next(rows for rows in (0, head, head + half_tail(block_m), block_m) if rest <= rows)
+    return full * block_m + least
 
 
 def cannot_win(

@@ -51,6 +51,10 @@ def two_blocks(backend: str) -> tuple[str, ...]:
     return ("tests/test_moe_gemm.py", "-k", f"{backend} and two_blocks and not split")
 
 
+def half_tails(backend: str) -> tuple[str, ...]:
+    return ("tests/test_moe_gemm.py", "-k", f"{backend} and half_is_multiplied")
+
+
 def words(backend: str) -> tuple[str, ...]:
     return ("tests/test_words.py", "-k", f"{backend} or words_need")
 
@@ -116,8 +120,8 @@ MUTANTS = (
     Mutant("second chunk of a row taken for the first", PREPARE, "if CHUNK < K:", "if False:", ("tests/test_fp8.py", "-k", "triton and row_lengths")),
     Mutant("token scale off by a factor of 2", PREPARE, "> 0x600000)", "> 0x700000)", ("tests/test_fp8.py", "-k", "triton")),
     Mutant("NaN token not marked", PREPARE, 'tl.where(tl.max(not_finite, 0) > 0, float("nan"), scale)', "scale", ("tests/test_fp8.py", "-k", "triton")),
-    Mutant("two blocks: tail not multiplied", TRITON, "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots)", "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < 0)", two_blocks(T)),
-    Mutant("two blocks: a tail of one slot not seen", TRITON, "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots)", "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + 1) < slots)", two_blocks(T)),
+    Mutant("two blocks: tail not multiplied", TRITON, "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + HALF) < slots)", "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + HALF) < 0)", two_blocks(T)),
+    Mutant("two blocks: a tail of one slot not seen", TRITON, "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + HALF) < slots)", "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + HALF + 1) < slots)", two_blocks(T)),
     Mutant("row order: parts of another number of tiles", TRITON, "tiles = tl.num_programs(0) // PARTS", "tiles = tl.num_programs(0) // PARTS + 1", ("tests/test_moe_gemm.py", "-k", "torch-triton and two_blocks and split")),
     Mutant("words: halves exchanged", TRITON, "w = widen_half(w_read, product)", "w = widen_half(w_read, 1 - product)", words(T)),
     Mutant("words: a byte taken twice", TRITON, "pairs = tl.join(first, second)", "pairs = tl.join(first, first)", words(T)),
@@ -127,6 +131,11 @@ MUTANTS = (
     Mutant("two blocks: tail has the head's slots", TRITON, "tail_slot = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS +", "tail_slot = tl.load(sorted_slot_ptr + row * BLOCK_M +", two_blocks(T)),
     Mutant("two blocks: -1 rows of the tail not written", TRITON, "tl.zeros((TAIL, BLOCK_N), tl.float32), tail_slot, slots,", "tl.zeros((TAIL, BLOCK_N), tl.float32), tail_slot, 0,", two_blocks(T)),
     Mutant("two blocks: the tail's rows of x do not go on", TRITON, "tail_ptrs += BLOCK_K", "tail_ptrs += 0", two_blocks(T)),
+    Mutant("half tail: not multiplied", TRITON, "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots)", "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < 0)", half_tails(T)),
+    Mutant("half tail: a tail of one slot not seen", TRITON, "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots)", "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + 1) < slots)", half_tails(T)),
+    Mutant("half tail: taken for a slot too many", TRITON, "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + HALF) < slots)", "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + HALF + 1) < slots)", half_tails(T)),
+    Mutant("half tail: has the head's slots", TRITON, "half_slot = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS +", "half_slot = tl.load(sorted_slot_ptr + row * BLOCK_M +", half_tails(T)),
+    Mutant("half tail: of fewer rows than hold slots", "backends/triton_launch.py", "return half if half >= 16 else 0", "return half // 2 if half >= 16 else 0", half_tails(T)),
     # Planning and quantisation in jax.numpy
     Mutant("jax plan: equal ranks", PLAN_JAX, "(slot[None, :] < slot[:, None])", "(slot[None, :] < slot[:, None] - 1)", ("tests/test_planning.py", "-k", "jax")),
     Mutant("jax plan: -1 rows first", PLAN_JAX, "experts, ids)\n", "0, ids)\n", ("tests/test_planning.py", "-k", "jax")),
@@ -149,8 +158,11 @@ MUTANTS = (
     Mutant("pallas split: a part too few added", "backends/pallas_triton_rows.py", "for part in range(parts):", "for part in range(parts - 1):", split("pallas-triton", "two-pass")),
     Mutant("pallas popular: span of the wrong row", PALLAS, "tile_span[by_rows, 0], tile_span[by_rows, 1]", "tile_span[by_rows, 0], tile_span[by_rows, 1] + 1", ("tests/test_tile_order.py", "-k", "pallas_equals and popular and pallas-triton")),
     Mutant("jax plan: popularity ignored", PLAN_JAX, "heat = counts if popularity is None else", "heat = counts if popularity is None or True else", ("tests/test_planning.py", "-k", "jax")),
-    Mutant("pallas two blocks: tail not multiplied", PALLAS, "pl.when(has_expert & tail_used)", "pl.when(has_expert & (expert < 0))", two_blocks("pallas-triton")),
-    Mutant("pallas two blocks: no tile without a tail", PALLAS, "has_expert & jnp.logical_not(tail_used)", "has_expert & (expert < 0)", two_blocks("pallas-triton")),
+    Mutant("pallas two blocks: tail not multiplied", PALLAS, "pl.when(tall)", "pl.when(expert < -1)", two_blocks("pallas-triton")),
+    Mutant("pallas two blocks: no tile without a tail", PALLAS, "has_expert & jnp.logical_not(tall)", "has_expert & (expert < 0)", two_blocks("pallas-triton")),
+    Mutant("pallas half tail: not multiplied", PALLAS, "pl.when(half_tall)", "pl.when(expert < -1)", half_tails("pallas-triton")),
+    Mutant("pallas half tail: taken for a slot too many", PALLAS, "[row * block_m + head + half] < slots", "[row * block_m + head + half + (half > 0)] < slots", half_tails("pallas-triton")),
+    Mutant("pallas half tail: left out once more", PALLAS, "short = short & jnp.logical_not(half_tall)", "short = short & half_tall", half_tails("pallas-triton")),
     # The Pallas kernel, Mosaic GPU lowering
     Mutant("mosaic: skipped tile", MOSAIC, "lax.div(tiles * parts - block", "lax.div(tiles * parts - 1 - block", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: wrong expert", MOSAIC, "part, expert_gmem[row], x_row", "part, expert_gmem[row * 0], x_row", gemm("pallas-mosaic", "ragged and fp16 and row")),

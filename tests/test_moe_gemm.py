@@ -143,6 +143,23 @@ def test_tiles_of_two_blocks_of_rows(backend: str, variant: str, order: str, cha
 
 
 @NUMERICS
+@pytest.mark.parametrize(
+    ("backend", "variant"),
+    [
+        pytest.param(backend, variant, marks=() if (i + b) % 3 == 0 and b < 2 else pytest.mark.slow)
+        for i, variant in enumerate(VARIANTS)
+        for b, backend in enumerate(("torch-triton", "pallas-triton", "jax-triton"))
+    ],
+)
+@pytest.mark.parametrize("swap_ab", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_tails_of_which_half_is_multiplied(swap_ab: bool, backend: str, variant: str) -> None:
+    """Not pallas-mosaic, as above."""
+    data = cases.data_of(cases.HALVED, variant)
+    config = cases.HALVED.config.replace(swap_ab=swap_ab)
+    check(run(backend, data, "row", config), data)
+
+
+@NUMERICS
 @pytest.mark.parametrize("k", [168, 136])
 def test_two_products_a_step(k: int) -> None:
     """pallas-triton takes a K step of widened weights in halves; the last one ends within its second, or its first."""
