@@ -5,21 +5,40 @@ TMA reads boxes of equally strided rows, so an expert's tokens have to lie one b
 - More than TOKENS tokens: `sort_rows` copies the rows of x, a row a slot, so that an expert's lie together in as few
   groups of 8 rows as they fill. TMA's boxes start at such a group, so experts of few slots share one, and a tile
   multiplies the others' rows as well, for nothing. Padded to 8 rows or to block_m each, they were a matrix many times
-  as large, whose writing back to memory the GEMM had to wait for: 62 MB for 64 tokens of deepseek-v3, 13 now.
-- Up to TOKENS tokens: `all_tokens` copies nothing. They are one box, and every active expert's tile multiplies it
-  whole: wgmma has 8 columns at least, so the columns of other experts' tokens cost nothing. No slot is ranked.
+  as large, whose writing back to memory the GEMM had to wait for: 62 MB for 64 tokens of deepseek-v3, 13 now. Three
+  launches: slots of each bucket counted and x scaled; the rows that each has; the rows of x copied there.
+- Up to TOKENS tokens: `all_tokens` sorts nothing. They are one box, and every active expert's tile multiplies it
+  whole: wgmma has 8 columns at least, so the columns of other experts' tokens cost nothing. One launch.
 
-At decode, what surrounds the kernel counts: XLA launches 14 kernels and more for the first way, four for the second.
+At decode, what surrounds the kernel counts. In jax.numpy the same took XLA 17 to 22 kernels and 4 to 7. Mosaic GPU can
+neither gather nor scatter by index, so these kernels are lowered through Triton (`backends.pallas_prepare`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
-from backends import jax_plan
+from backends.pallas_prepare import (
+    Refs,
+    bucket_of,
+    count_bucket,
+    counts_of,
+    fill,
+    for_slots_of,
+    launch,
+    rows_of_bucket,
+    scale_token,
+    scatter,
+    span_rows,
+)
+from backends.pallas_triton_ops import load, store
+from backends.triton_launch import power_of_two
 from shared.config import Config
 from shared.problem import Problem, ceil_div
 
@@ -27,8 +46,13 @@ TOKENS = 8
 """Tokens that lie in one box, and the rows of that box: wgmma's least number of columns."""
 GROUP = 8
 """Rows that TMA's boxes start at a multiple of: the height of wgmma's tiles in shared memory."""
-EXPERTS = 1024
-"""`all_tokens` counts the active experts before another one in words of 32 bits; up to so many experts."""
+SLOTS = 256
+"""Up to so many slots `all_tokens` compares them pairwise, which grows with their square."""
+BOX_CHUNK = 64
+"""Tile rows whose boxes a program writes down at a time."""
+COPY_CHUNK = 8192
+"""Values of a row of x that a program copies at a time."""
+NAME = "prepare_mosaic"
 
 
 class Rows(NamedTuple):
@@ -60,7 +84,7 @@ def reads_all_tokens(problem: Problem) -> bool:
     A token in two columns of one tile, with two routing weights, cannot be: so not where top_k weights meet a token.
     """
     one_weight = not problem.routing_weight or problem.top_k == 1
-    return problem.tokens <= TOKENS and problem.experts <= EXPERTS and one_weight
+    return problem.tokens <= TOKENS and problem.slots <= SLOTS and one_weight
 
 
 def tile_height(problem: Problem, config: Config) -> int:
@@ -68,50 +92,144 @@ def tile_height(problem: Problem, config: Config) -> int:
     return TOKENS if reads_all_tokens(problem) else config.block_m
 
 
-def prepare(x, topk_ids, topk_weight, popularity, k: int, problem: Problem, order: str, config: Config) -> Rows:
-    """Rows for tokens x (T, K) and topk_ids (T, top_k), x widened with zeros to k columns."""
-    x, x_scale = jax_plan.prepare_tokens(x, problem)
-    weight = None if topk_weight is None else topk_weight.reshape(-1)
-    if reads_all_tokens(problem):
-        return all_tokens(x, x_scale, topk_ids, weight, popularity, k, problem, order)
-    return sort_rows(x, x_scale, topk_ids, weight, popularity, k, problem, order, config)
+def prepare(
+    x: jax.Array, topk_ids: jax.Array, topk_weight: jax.Array | None, popularity: jax.Array | None, k: int,
+    problem: Problem, order: str, config: Config, interpret: bool,
+) -> Rows:  # fmt: skip
+    """Rows for tokens x (T, K), topk_ids and topk_weight (T, top_k), x widened with zeros to k columns.
+
+    popularity: (E,) int32, what order "popular" takes experts by, or None: the slots that each has here
+    """
+    if not problem.routing_weight:
+        topk_weight = None
+    if not reads_all_tokens(problem):
+        return sort_rows(x, topk_ids, topk_weight, popularity, k, problem, order, config, interpret)
+    return all_tokens(x, topk_ids, topk_weight, popularity, k, problem, order, interpret)
 
 
-def sort_rows(x, x_scale, topk_ids, weight, popularity, k, problem: Problem, order: str, config: Config) -> Rows:
-    """One row per slot, those of an expert together. Arguments as `prepare`; x_scale (T,), weight (S,) or None."""
-    popular, block_m = order == "popular", config.block_m
-    buckets = jax_plan.buckets_of(topk_ids, problem.experts)
-    plan = jax_plan.plan_of(buckets, block_m, popular=popular, popularity=popularity)
-    first = first_rows(buckets.counts[:-1])
+def sort_rows(
+    x: jax.Array, topk_ids: jax.Array, topk_weight: jax.Array | None, popularity: jax.Array | None, k: int,
+    problem: Problem, order: str, config: Config, interpret: bool,
+) -> Rows:  # fmt: skip
+    """One row per slot, those of an expert together. Arguments as `prepare`."""
+    popular, block_m, buckets = order == "popular", config.block_m, problem.experts + 1
+    tokens = problem.tokens if problem.scales_x else 0
+    given = {"topk_ids": topk_ids.reshape(-1)}
+    made = {"counts": jax.ShapeDtypeStruct((buckets,), jnp.int32)}
+    of_x = {}
+    if tokens:
+        of_x["scaled"] = jax.ShapeDtypeStruct(x.shape, jnp.dtype(problem.kernel_x_dtype))
+        of_x["x_scale"] = jax.ShapeDtypeStruct((tokens,), jnp.float32)
+
+    def count_and_scale(ref: Refs, program: jax.Array) -> None:
+        pl.when(program < buckets)(lambda: count_bucket(ref, program, problem))
+        if tokens:
+
+            @pl.when(program >= buckets)
+            def _() -> None:
+                ref["x_scale"][program - buckets] = scale_token(ref, program - buckets, problem)
+
+    first_given = given | ({"x": x} if tokens else {})
+    warps = 8 if tokens else 4
+    counted = launch(
+        count_and_scale, buckets + tokens, first_given, made | of_x, name=NAME, num_warps=warps, interpret=interpret
+    )
+    x = counted.pop("scaled", x)
+
+    tile_rows = problem.max_tile_rows(block_m)
     # A tile reads whole heights, up to block_m rows, from the group on in which its slots begin.
     x_rows = most_rows(problem) + block_m - GROUP
-    slot = jnp.arange(problem.slots, dtype=jnp.int32)
-    first_of_slot = first[jnp.minimum(buckets.bucket, problem.experts - 1)]  # of no meaning without an expert
-    x_row = jnp.where(buckets.bucket < problem.experts, first_of_slot + buckets.rank, x_rows + slot)
-    # A row of no slot holds some token's values, which no one reads. Zeros would cost XLA a kernel more.
-    slot_of = jnp.zeros(x_rows, jnp.int32).at[x_row].set(slot, mode="drop", unique_indices=True)
+    sizes = {
+        "slot_of": (x_rows,), "position": (problem.slots,), "tile_x": (tile_rows, 2), "tile_expert": (tile_rows,),
+        "tile_rows": (1,),
+    }  # fmt: skip
+    if popular:
+        sizes["tile_span"] = (tile_rows, 2)
+    made = {name: jax.ShapeDtypeStruct(size, jnp.int32) for name, size in sizes.items()}
+    given |= counted
+    if popularity is not None:
+        given["popularity"] = popularity
+    if topk_weight is not None:
+        given["topk_weight"] = topk_weight.reshape(-1)
+    if tokens or topk_weight is not None:
+        made["row_scale"] = jax.ShapeDtypeStruct((tile_rows * block_m,), jnp.float32)
 
-    tile_row = jnp.arange(plan.tile_expert.size, dtype=jnp.int32)
-    expert = jnp.maximum(plan.tile_expert, 0)
-    before = (tile_row - plan.first_row[expert]) * block_m  # slots of the expert in its earlier tile rows
-    from_row = first[expert] // GROUP * GROUP + before
-    used = first[expert] % GROUP + jnp.minimum(buckets.counts[expert] - before, block_m)
-    tile_x = jnp.where((plan.tile_expert >= 0)[:, None], jnp.stack([from_row, used], 1), 0)
-    row_scale = None
-    if x_scale is not None or weight is not None:
-        rows = tile_x[:, :1] + jnp.arange(block_m, dtype=jnp.int32)
-        slots = slot_of[jnp.minimum(rows, x_rows - 1)].reshape(-1)
-        row_scale = _product(None if x_scale is None else x_scale[slots // problem.top_k], weight, slots)
-    return Rows(
-        x=pad_to(x, (problem.tokens, k))[slot_of // problem.top_k],
-        row_scale=row_scale,
-        tile_x=tile_x,
-        tile_expert=plan.tile_expert,
-        # Tile rows of -1 slots come after all others.
-        tile_rows=jnp.sum(plan.tile_expert >= 0, dtype=jnp.int32, keepdims=True),
-        tile_span=plan.tile_span if popular else None,
-        position=plan.position + first_of_slot % GROUP,
-    )
+    def sort(ref: Refs, program: jax.Array) -> None:
+        sort_bucket(ref, program, problem, block_m)
+
+    rows = launch(sort, buckets, given, made, name=NAME, num_warps=4, interpret=interpret)
+
+    def copy(ref: Refs, program: jax.Array) -> None:
+        copy_row(ref, program, lax.div(ref["slot_of"][program], problem.top_k))
+
+    sorted_x = {"sorted": jax.ShapeDtypeStruct((x_rows, k), x.dtype)}
+    copied = {"x": x, "slot_of": rows.pop("slot_of")}
+    found = launch(copy, x_rows, copied, sorted_x, name=NAME, num_warps=4, interpret=interpret)
+    return Rows(x=found["sorted"], row_scale=rows.pop("row_scale", None), tile_span=rows.pop("tile_span", None), **rows)
+
+
+def sort_bucket(ref: Refs, bucket: jax.Array, problem: Problem, block_m: int) -> None:
+    """A bucket's tile rows, the rows of x that they multiply, and whose rows these are. Bucket E takes what is unused,
+    and its slots have no row."""
+    popular, (x_rows,), (max_tile_rows,) = "tile_span" in ref, ref["slot_of"].shape, ref["tile_expert"].shape
+    first_row, own_rows, own_count = rows_of_bucket(ref, bucket, problem, block_m, popular=popular)
+    every, counts = counts_of(ref, problem)
+    rows, place = _rows_and_place(counts, every, problem.experts)
+    earlier = place > jnp.sum(jnp.where(every == bucket, place, 0))
+    last = bucket == problem.experts
+    first = jnp.sum(jnp.where((every < problem.experts) & (last | earlier), rows, 0))
+    # Rows of other experts before it in its first group; a bucket without slots has neither.
+    shared = jnp.where(last | (own_count == 0), 0, lax.rem(first, GROUP))
+    first_position = first_row * block_m + shared
+
+    def put(slot: jax.Array, rank: jax.Array, mine: jax.Array) -> None:
+        position = first_position + rank
+        scatter(ref["position"], slot, jnp.where(last, 0, position), mine)
+        mine &= ~last
+        scatter(ref["slot_of"], first + rank, slot, mine)
+        if "row_scale" in ref:
+            scale = jnp.ones(slot.shape, jnp.float32)
+            if "x_scale" in ref:
+                scale = plt.load(ref["x_scale"].at[lax.div(slot, problem.top_k)], mask=mine, other=0.0)
+            if "topk_weight" in ref:
+                scale *= plt.load(ref["topk_weight"].at[slot], mask=mine, other=0.0)
+            scatter(ref["row_scale"], position, scale, mine)
+
+    for_slots_of(ref, bucket, problem, put)
+
+    @pl.when(last)
+    def _() -> None:
+        ref["tile_rows"][0] = first_row  # those of -1 slots come after all others
+
+    end_row = jnp.where(last, max_tile_rows, first_row + own_rows)
+    if popular:
+        span_rows(ref, first_row, own_rows, end_row, max_tile_rows)
+    fill(ref["tile_expert"], first_row, end_row, jnp.where(last, -1, bucket))
+    # A row of no slot holds some token's values, which no one reads; nor what is no slot's scale.
+    own = jnp.sum(jnp.where(every == bucket, rows, 0))
+    fill(ref["slot_of"], first + jnp.where(last, 0, own_count), jnp.where(last, x_rows, first + own), 0)
+    if "row_scale" in ref:
+        fill(ref["row_scale"], first_row * block_m, first_position, 0.0)
+        fill(ref["row_scale"], first_position + jnp.where(last, 0, own_count), end_row * block_m, 0.0)
+
+    def boxes(chunk: jax.Array, _: None) -> None:
+        row = first_row + chunk * BOX_CHUNK + lax.iota(jnp.int32, BOX_CHUNK)
+        before = (row - first_row) * block_m  # slots of the expert in its earlier tile rows
+        box = (first - shared + before, shared + jnp.minimum(own_count - before, block_m))
+        for column, value in enumerate(box):
+            target = ref["tile_x"].at[row, jnp.full_like(row, column)]
+            plt.store(target, jnp.where(last, 0, value), mask=row < end_row)
+
+    lax.fori_loop(0, lax.div(end_row - first_row + (BOX_CHUNK - 1), BOX_CHUNK), boxes, None)
+
+
+def copy_row(ref: Refs, row: jax.Array, token: jax.Array) -> None:
+    """Row `row` of "sorted" is the token's of "x", with zeros past its last column."""
+    size, columns = ref["x"].shape[1], ref["sorted"].shape[1]
+    chunk = min(COPY_CHUNK, max(128, power_of_two(columns)))
+    for start in range(0, columns, chunk):
+        k = start + lax.iota(jnp.int32, chunk)
+        store(ref["sorted"], (row, k), load(ref["x"], (token, k), k < size), k < columns)
 
 
 def first_rows(counts: jax.Array) -> jax.Array:
@@ -120,12 +238,16 @@ def first_rows(counts: jax.Array) -> jax.Array:
     Experts have 0, 1, 2, 4 rows or a multiple of GROUP, and those of most come first: so each begins at a multiple of
     what it has, and none of up to GROUP slots is in two groups.
     """
+    rows, place = _rows_and_place(counts, jnp.arange(counts.size, dtype=jnp.int32), counts.size)
+    return jnp.sum(jnp.where(place[None, :] > place[:, None], rows[None, :], 0), axis=1, dtype=jnp.int32)
+
+
+def _rows_and_place(counts: jax.Array, expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+    """Rows that experts of `counts` slots have, and numbers that are larger the earlier these rows come."""
     rows = (counts + (GROUP - 1)) & -GROUP
     for few in (4, 2, 1, 0):
         rows = jnp.where(counts <= few, few, rows)
-    # Of each size, those of the lowest numbers first.
-    place = jnp.minimum(rows, GROUP) * counts.size - jnp.arange(counts.size, dtype=jnp.int32)
-    return jnp.sum(jnp.where(place[None, :] > place[:, None], rows[None, :], 0), axis=1, dtype=jnp.int32)
+    return rows, jnp.minimum(rows, GROUP) * experts - expert  # of each size, those of the lowest numbers first
 
 
 def most_rows(problem: Problem) -> int:
@@ -135,58 +257,106 @@ def most_rows(problem: Problem) -> int:
     return ceil_div(min(16 * problem.slots // 9, problem.slots + (GROUP - 1) * experts), GROUP) * GROUP
 
 
-def all_tokens(x, x_scale, topk_ids, weight, popularity, k, problem: Problem, order: str) -> Rows:
-    """The tokens themselves, for every active expert; in order "popular", those with the most slots first."""
-    token = jnp.arange(problem.slots, dtype=jnp.int32) // problem.top_k
-    if order == "popular":
-        # An expert that a token names twice may get a second tile row here: the same tokens, so either will do.
-        plan = jax_plan.plan(topk_ids, problem.experts, TOKENS, popular=True, popularity=popularity)
-        tile_expert, tile_span, tile_row = plan.tile_expert, plan.tile_span, plan.position // TOKENS
-        tile_rows = jnp.sum(tile_expert >= 0, dtype=jnp.int32, keepdims=True)
-    else:
-        tile_expert, tile_row = active_experts(topk_ids.reshape(-1), problem.experts)
-        tile_rows, tile_span = tile_expert, None
-    scale = _product(x_scale, weight, jnp.arange(problem.tokens))
+def all_tokens(
+    x: jax.Array, topk_ids: jax.Array, topk_weight: jax.Array | None, popularity: jax.Array | None, k: int,
+    problem: Problem, order: str, interpret: bool,
+) -> Rows:  # fmt: skip
+    """The tokens themselves, for every active expert. Arguments as `prepare`."""
+    popular, experts = order == "popular", min(problem.experts, problem.slots)
+    given = {"topk_ids": topk_ids.reshape(-1)}
+    made = {
+        "tile_expert": jax.ShapeDtypeStruct((experts + 1,), jnp.int32),
+        "position": jax.ShapeDtypeStruct((problem.slots,), jnp.int32),
+    }
+    if popular:
+        made["tile_span"] = jax.ShapeDtypeStruct((experts, 2), jnp.int32)
+        if popularity is not None:
+            given["popularity"] = popularity
+    copies = problem.scales_x or x.shape != (TOKENS, k)
+    if topk_weight is not None:
+        given["topk_weight"] = topk_weight.reshape(-1)
+    if copies:
+        given["x"] = x
+        x_name = "scaled" if problem.scales_x else "sorted"
+        made[x_name] = jax.ShapeDtypeStruct((TOKENS, k), jnp.dtype(problem.kernel_x_dtype))
+    scales = problem.scales_x or topk_weight is not None
+    if scales:
+        made["row_scale"] = jax.ShapeDtypeStruct((TOKENS,), jnp.float32)
+
+    def kernel(ref: Refs, program: jax.Array) -> None:
+        pl.when(program == 0)(lambda: find_active(ref, problem))
+        if copies or scales:
+            pl.when(program > 0)(lambda: token_row(ref, program - 1, problem))
+
+    programs = 1 + (TOKENS if copies or scales else 0)
+    rows = launch(kernel, programs, given, made, name=NAME, num_warps=8, interpret=interpret)
     return Rows(
-        x=pad_to(x, (TOKENS, k)),
-        row_scale=None if scale is None else pad_to(scale, (TOKENS,)),
+        x=rows[x_name] if copies else x,
+        row_scale=rows.get("row_scale"),
         tile_x=None,
-        tile_expert=tile_expert,
-        tile_rows=tile_rows,
-        tile_span=tile_span,
-        position=tile_row * TOKENS + token,
+        tile_expert=rows["tile_expert"],
+        tile_rows=rows["tile_expert"],
+        tile_span=rows.get("tile_span"),
+        position=rows["position"],
     )
 
 
-def active_experts(ids: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Experts that have slots, by number, and each slot's place among them. ids (S,); others than 0 to E - 1 are none.
+def find_active(ref: Refs, problem: Problem) -> None:
+    """The experts that have slots, by number, then -1, and how many they are in the last element of "tile_expert"; the
+    row of each slot's token in its expert's tile. From comparisons [other slot, this slot].
 
-    Returns (R + 1,) int32, R = min(E, S): the active experts, -1 past them, and how many they are in the last element;
-    and (S,) int32. The active experts are bits of E / 32 words, so that any expert's place is found by counting bits,
-    which XLA fuses with what reads it: two kernels in all, where sums over experts would be one kernel each.
+    With a "tile_span" experts come by falling popularity. Each has one tile row.
     """
-    ids = ids.astype(jnp.int32)
-    valid = (ids >= 0) & (ids < experts)
-    ids = jnp.where(valid, ids, 0)
-    words = jnp.arange(ceil_div(experts, 32), dtype=jnp.int32)
-    here = valid[None, :] & (ids[None, :] // 32 == words[:, None])
-    bits = jnp.bitwise_or.reduce(jnp.where(here, jnp.uint32(1) << (ids % 32).astype(jnp.uint32), 0), axis=1)
+    slots, experts, rows = problem.slots, problem.experts, ref["tile_expert"].shape[0] - 1
+    slot = lax.iota(jnp.int32, max(16, power_of_two(slots)))
+    valid = slot < slots
+    bucket = bucket_of(plt.load(ref["topk_ids"].at[slot], mask=valid, other=-1), experts)
+    earlier = (bucket[:, None] == bucket[None, :]) & (slot[:, None] < slot[None, :])
+    opens = (bucket < experts) & (jnp.sum(earlier.astype(jnp.int32), axis=0) == 0)
+    before = bucket[:, None] < bucket[None, :]
+    if "tile_span" in ref:
+        heat = jnp.sum((bucket[:, None] == bucket[None, :]).astype(jnp.int32), axis=0)
+        if "popularity" in ref:
+            heat = plt.load(ref["popularity"].at[bucket], mask=bucket < experts, other=0)
+        hotter = (heat[:, None] > heat[None, :]) | ((heat[:, None] == heat[None, :]) & before)
+        before = hotter | (bucket[None, :] == experts)
+    place = jnp.sum((opens[:, None] & before).astype(jnp.int32), axis=0)
+    active = jnp.sum(opens.astype(jnp.int32))
+    scatter(ref["tile_expert"], place, bucket, opens)
+    row = lax.iota(jnp.int32, max(16, power_of_two(rows + 1)))
+    unused = jnp.where(row == rows, active, -1)
+    scatter(ref["tile_expert"], row, unused, (row >= active) & (row < rows) | (row == rows))
+    if "tile_span" in ref:
+        for column, value in enumerate((row, jnp.ones_like(row))):
+            plt.store(ref["tile_span"].at[row, jnp.full_like(row, column)], value, mask=row < rows)
+    # Slots without an expert have no row; theirs is one that there is.
+    position = jnp.minimum(place, rows - 1) * TOKENS + lax.div(slot, problem.top_k)
+    scatter(ref["position"], slot, position, valid)
 
-    def active_before(expert: jax.Array | int) -> jax.Array:
-        total = jnp.zeros(jnp.shape(expert), jnp.int32)
-        for word in range(words.size):
-            first = jnp.clip(jnp.asarray(expert, jnp.int32) - 32 * word, 0, 32)  # so many of its bits, the lowest
-            below = jnp.where(
-                first == 32, jnp.uint32(0xFFFFFFFF), (jnp.uint32(1) << (first % 32).astype(jnp.uint32)) - 1
-            )
-            total += jax.lax.population_count(bits[word] & below).astype(jnp.int32)
-        return total
 
-    place = active_before(ids)
-    row = jnp.arange(min(experts, ids.size) + 1, dtype=jnp.int32)[:, None]
-    last = row == row.size - 1
-    here = jnp.where(last, place + 1, jnp.where(place == row, ids, -1))
-    return jnp.max(jnp.where(valid, here, jnp.where(last, 0, -1)), axis=1), place
+def token_row(ref: Refs, row: jax.Array, problem: Problem) -> None:
+    """A row of the box of all tokens, and its scale: activation scale times routing weight. Zeros behind the last."""
+    used = row < problem.tokens
+
+    @pl.when(used)
+    def _() -> None:
+        scale: Any = scale_token(ref, row, problem) if problem.scales_x else jnp.float32(1)
+        if "sorted" in ref:
+            copy_row(ref, row, row)
+        if "topk_weight" in ref:
+            scale *= ref["topk_weight"][row]
+        if "row_scale" in ref:
+            ref["row_scale"][row] = scale
+
+    @pl.when(jnp.logical_not(used))
+    def _() -> None:
+        for name in ("scaled", "sorted"):
+            if name in ref:
+                columns = ref[name].shape[1]
+                k = lax.iota(jnp.int32, power_of_two(columns))
+                plt.store(ref[name].at[row, k], jnp.zeros(k.shape, ref[name].dtype), mask=k < columns)
+        if "row_scale" in ref:
+            ref["row_scale"][row] = jnp.float32(0)
 
 
 def pad_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -194,11 +364,3 @@ def pad_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if array.shape == shape:
         return array
     return jnp.pad(array, [(0, size - have) for size, have in zip(shape, array.shape, strict=True)])
-
-
-def _product(scale: jax.Array | None, weight: jax.Array | None, slots: jax.Array) -> jax.Array | None:
-    """scale times the weights of these slots, either of which may be missing."""
-    if weight is None:
-        return scale
-    weight = weight[jnp.minimum(slots, weight.size - 1)]
-    return weight if scale is None else scale * weight

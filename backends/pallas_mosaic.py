@@ -66,6 +66,7 @@ from backends.mosaic_config import (
     sum_dtype,
 )
 from backends.mosaic_rows import GROUP, pad_to, reads_all_tokens, tile_height
+from backends.pallas_prepare import lowering_through_triton
 from backends.registry import BackendUnavailable
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
@@ -148,16 +149,17 @@ def moe_gemm(
     fill_value = None if fill is None else jnp.asarray(fill, x.dtype)
     arrays = x, w, topk_ids, w_scale, topk_weight, popularity, fill_value
     if interpret and not isinstance(x, jax.core.Tracer):
-        with _interpreting:
+        with _interpreting, lowering_through_triton():
             return jax.block_until_ready(_moe_gemm(*arrays, problem, order, config, interpret, blocks))
-    return _moe_gemm(*arrays, problem, order, config, interpret, blocks)
+    with lowering_through_triton():
+        return _moe_gemm(*arrays, problem, order, config, interpret, blocks)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "order", "config", "interpret", "blocks"))
 def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, popularity, fill, problem, order, config, interpret, blocks):
     k = max(round_up(problem.k, SWIZZLES[-1] // problem.w_itemsize), config.block_k)
     n = max(round_up(problem.n, 8), config.block_n)
-    rows = mosaic_rows.prepare(x, topk_ids, topk_weight, popularity, k, problem, order, config)
+    rows = mosaic_rows.prepare(x, topk_ids, topk_weight, popularity, k, problem, order, config, interpret)
     w = pad_to(w, (problem.experts, n, k))
     if problem.scale_layout == "channel":
         w_scale = pad_to(w_scale, (problem.experts, problem.tile_cols(config.block_n) * config.block_n))

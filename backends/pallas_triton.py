@@ -21,7 +21,6 @@ JAX 0.11 deprecates this lowering for Mosaic GPU (`pallas_mosaic`); it is the ne
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import jax
@@ -31,8 +30,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from backends.compiled import Compiled
-from backends.jax_plan import plan, prepare_tokens
-from backends.pallas_triton_ops import atomic_add, dot_fp8, needs_wide_load, wide_load
+from backends.pallas_prepare import lowering_through_triton
+from backends.pallas_triton_ops import atomic_add, dot_fp8, load
+from backends.pallas_triton_prepare import prepare
 from backends.pallas_triton_rows import reduce_parts, zeros
 from backends.triton_launch import half_tail, not_in_triton, tail_rows, warp_group
 from shared.config import Config
@@ -259,11 +259,7 @@ def _of_rows(scale: jax.Array, config: Config) -> jax.Array:
 
 def _load(ref: Any, index: tuple[jax.Array, ...], shape: tuple[int, ...], mask: jax.Array | None) -> jax.Array:
     """ref[index], of `shape`; zero where the mask is false."""
-    other = None if mask is None else 0.0
-    mask = None if mask is None else jnp.broadcast_to(mask, shape)
-    if needs_wide_load(ref):
-        return wide_load(ref.at[index], mask, other)
-    return plt.load(ref.at[index], mask=mask, other=other)
+    return load(ref, index, None if mask is None else jnp.broadcast_to(mask, shape))
 
 
 def _output(problem: Problem, config: Config) -> jax.ShapeDtypeStruct:
@@ -344,14 +340,13 @@ def _moe_gemm(
     interpret: bool,
 ) -> jax.Array:
     popular = order == "popular"
-    planned = plan(topk_ids, problem.experts, config.block_m, popular=popular, popularity=popularity)
-    x, x_scale = prepare_tokens(x, problem)
+    prepared = prepare(x, topk_ids, popularity, problem, config.block_m, popular=popular, interpret=interpret)
     scales = {
         "w_scale": w_scale,
-        "x_scale": x_scale,
+        "x_scale": prepared.pop("x_scale", None),
         "topk_weight": None if topk_weight is None else topk_weight.reshape(-1),
     }
-    values = {**planned._asdict(), **scales, "x": x, "w": w}
+    values: dict[str, Any] = {**prepared, **scales, "w": w}
     arrays = {name: values[name] for name in _operands(problem, order, config)}
     how, output = config.reduction_of(problem.k), _output(problem, config)
     before = None if fill is None else jnp.full(output.shape, fill, output.dtype)
@@ -385,10 +380,7 @@ def moe_gemm(
     a kernel writes them. interpret: run in Pallas's interpreter on the CPU. popularity: (E,) int32, read by order
     "popular" alone; None: the slot counts of this call.
     """
-    with warnings.catch_warnings():
-        # JAX 0.11 says at every lowering what this module's docstring says; nothing else is silenced. A caller's own
-        # jax.jit lowers after this call has returned, and shows it.
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+    with lowering_through_triton():
         return _moe_gemm(
             x, w, topk_ids, w_scale, topk_weight, popularity, fill,
             problem=problem, order=order, config=config, interpret=interpret,
@@ -408,8 +400,7 @@ def compile_only(problem: Problem, order: str, config: Config) -> Compiled:
         before = by_name.pop("y_before", None)
         return _launch(by_name, problem, order, config, interpret=False, y_before=before)
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+    with lowering_through_triton():
         return compile_kernel(launch, list(operands.values()))
 
 

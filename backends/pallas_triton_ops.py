@@ -1,6 +1,6 @@
-"""What Triton can do and Pallas's Triton lowering does not offer. `pallas_triton` is the only user.
+"""What Triton can do and Pallas's Triton lowering does not offer.
 
-`dot_fp8`, `wide_load` and `atomic_add` are JAX primitives of our own, made with internals of JAX (0.11).
+`dot_fp8`, `wide_load`, `wide_store` and `atomic_add` are JAX primitives of our own, made with internals of JAX (0.11).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jax._src.pallas import primitives as pallas_primitives
 from jax._src.pallas.triton import lowering
 from jax._src.state import discharge
 from jax._src.state import primitives as state_primitives
+from jax.experimental.pallas import triton as plt
 from jax.interpreters import mlir
 
 IMPRECISE_ACCUMULATIONS = 2**30
@@ -25,6 +26,7 @@ IMPRECISE_ACCUMULATIONS = 2**30
 
 _dot_fp8_p = jax_core.Primitive("dot_fp8")
 _wide_load_p = jax_core.Primitive("wide_load")
+_wide_store_p = jax_core.Primitive("wide_store")
 _atomic_add_p = jax_core.Primitive("relaxed_atomic_add")
 
 
@@ -47,6 +49,29 @@ def wide_load(ref: Any, mask: jax.Array | None, other: float | None) -> jax.Arra
     return _wide_load_p.bind(*flat, args_tree=tree, cache_modifier=None, eviction_policy=None, is_volatile=False)
 
 
+def wide_store(ref: Any, value: jax.Array, mask: jax.Array | None) -> None:
+    """`pallas.triton.store` with 64-bit offsets, as `wide_load`."""
+    base, transforms = state_primitives.get_ref_and_transforms(ref, None, "wide_store")
+    flat, tree = tree_util.tree_flatten((base, transforms, value, mask))
+    _wide_store_p.bind(*flat, args_tree=tree, eviction_policy=None)
+
+
+def load(ref: Any, index: tuple[jax.Array, ...], mask: jax.Array | None) -> jax.Array:
+    """ref[index]; zero where the mask is false."""
+    other = None if mask is None else 0.0
+    if needs_wide_offsets(ref):
+        return wide_load(ref.at[index], mask, other)
+    return plt.load(ref.at[index], mask=mask, other=other)
+
+
+def store(ref: Any, index: tuple[jax.Array, ...], value: jax.Array, mask: jax.Array) -> None:
+    """ref[index] = value where the mask is true."""
+    if needs_wide_offsets(ref):
+        wide_store(ref.at[index], value, mask)
+    else:
+        plt.store(ref.at[index], value, mask=mask)
+
+
 def atomic_add(ref: Any, value: jax.Array, mask: jax.Array) -> None:
     """ref += value where the mask is true, atomically; float16, bfloat16 or float32. ref is indexed by integer arrays.
 
@@ -58,7 +83,7 @@ def atomic_add(ref: Any, value: jax.Array, mask: jax.Array) -> None:
     _atomic_add_p.bind(*flat, args_tree=tree)
 
 
-def needs_wide_load(ref: Any) -> bool:
+def needs_wide_offsets(ref: Any) -> bool:
     return ref.dtype.itemsize == 1 and 2**31 < ref.size <= 2**32
 
 
@@ -85,15 +110,27 @@ _wide_load_p.def_effectful_abstract_eval(pallas_primitives._load_abstract_eval)
 discharge.register_discharge_rule(_wide_load_p)(pallas_primitives._load_discharge_rule)
 
 
-@lowering.register_lowering(_wide_load_p)
-def _wide_load_triton(context: Any, *flat: Any, **parameters: Any) -> Any:
-    # The lowering looks at an array's size to choose 32 or 64 bits. Four times the experts makes it choose 64, and
-    # changes no stride.
+_wide_store_p.def_effectful_abstract_eval(pallas_primitives._swap_abstract_eval)
+discharge.register_discharge_rule(_wide_store_p)(pallas_primitives._swap_discharge_rule)
+
+
+def _claiming_more(context: Any) -> Any:
+    """The lowering looks at an array's size to choose 32 or 64 bits. Four times the rows makes it choose 64, and
+    changes no stride."""
     info, *others = context.block_infos
     array = info.full_shape_dtype
     claimed = jax_core.ShapedArray((array.shape[0] * 4, *array.shape[1:]), array.dtype)
-    wide = dataclasses.replace(info, full_shape_dtype=claimed)
-    return lowering._masked_load_lowering_rule(context.replace(block_infos=[wide, *others]), *flat, **parameters)
+    return context.replace(block_infos=[dataclasses.replace(info, full_shape_dtype=claimed), *others])
+
+
+@lowering.register_lowering(_wide_load_p)
+def _wide_load_triton(context: Any, *flat: Any, **parameters: Any) -> Any:
+    return lowering._masked_load_lowering_rule(_claiming_more(context), *flat, **parameters)
+
+
+@lowering.register_lowering(_wide_store_p)
+def _wide_store_triton(context: Any, *flat: Any, **parameters: Any) -> Any:
+    return lowering._masked_swap_lowering_rule(_claiming_more(context), *flat, **parameters)
 
 
 _atomic_add_p.def_effectful_abstract_eval(pallas_primitives._swap_abstract_eval)

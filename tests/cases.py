@@ -283,9 +283,9 @@ TALL = Case(
 
 HALVED = Case(
     name="half-tails",
-    reason="tiles of 96 rows (64 and 32): 65 slots, which begin the tail's first half, 80, which fill it, 81, which begin "
-    "its second, 96, a full tile, and 20 without an expert",
-    ids=np.random.default_rng(2).permutation(np.repeat([0, 1, 2, 3, -1], (65, 80, 81, 96, 20))).astype(np.int32)[:, None],
+    reason="tiles of 96 rows (64 and 32): 65 slots, which begin the tail's first half, 80, which fill it, 81, which "
+    "begin its second, 96, a full tile, and 20 without an expert",
+    ids=np.random.default_rng(2).permutation(np.repeat(np.int32([0, 1, 2, 3, -1]), (65, 80, 81, 96, 20)))[:, None],
     experts=4, n=72, k=40, config=SMALL.replace(block_m=96),
 )  # fmt: skip
 

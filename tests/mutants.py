@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TRITON, PREPARE, PLAN_JAX = "backends/triton_kernel.py", "backends/triton_prepare.py", "backends/jax_plan.py"
+TRITON, PREPARE = "backends/triton_kernel.py", "backends/triton_prepare.py"
 PALLAS, MOSAIC = "backends/pallas_triton.py", "backends/pallas_mosaic.py"
 
 
@@ -136,10 +136,6 @@ MUTANTS = (
     Mutant("half tail: taken for a slot too many", TRITON, "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + HALF) < slots)", "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + HALF + 1) < slots)", half_tails(T)),
     Mutant("half tail: has the head's slots", TRITON, "half_slot = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS +", "half_slot = tl.load(sorted_slot_ptr + row * BLOCK_M +", half_tails(T)),
     Mutant("half tail: of fewer rows than hold slots", "backends/triton_launch.py", "return half if half >= 16 else 0", "return half // 2 if half >= 16 else 0", half_tails(T)),
-    # Planning and quantisation in jax.numpy
-    Mutant("jax plan: equal ranks", PLAN_JAX, "(slot[None, :] < slot[:, None])", "(slot[None, :] < slot[:, None] - 1)", ("tests/test_planning.py", "-k", "jax")),
-    Mutant("jax plan: -1 rows first", PLAN_JAX, "experts, ids)\n", "0, ids)\n", ("tests/test_planning.py", "-k", "jax")),
-    Mutant("jax: token not clamped", PLAN_JAX, "> 0x600000)", "> 0x7FFFFF)", ("tests/test_fp8.py", "-k", "jax")),
     # The Pallas kernel, Triton lowering
     Mutant("pallas: skipped tile", PALLAS, "pl.when(pid < tiles * parts)(one_tile)", "pl.when(pid < tiles * parts - 1)(one_tile)", gemm("pallas-triton", "ragged and fp16 and not row")),
     Mutant("pallas: last band not cut", PALLAS, "rows = jnp.minimum(group_m, tile_rows - first_row)", "rows = jnp.int32(group_m)", ("tests/test_tile_order.py", "-k", "pallas_equals and pallas-triton")),
@@ -157,9 +153,16 @@ MUTANTS = (
     Mutant("pallas split: not cleared", PALLAS, "before = zeros(output, before, interpret)", "before = zeros(output, before, interpret) + 1", split("pallas-triton", "again")),
     Mutant("pallas split: a part too few added", "backends/pallas_triton_rows.py", "for part in range(parts):", "for part in range(parts - 1):", split("pallas-triton", "two-pass")),
     Mutant("pallas popular: span of the wrong row", PALLAS, "tile_span[by_rows, 0], tile_span[by_rows, 1]", "tile_span[by_rows, 0], tile_span[by_rows, 1] + 1", ("tests/test_tile_order.py", "-k", "pallas_equals and popular and pallas-triton")),
-    Mutant("jax plan: popularity ignored", PLAN_JAX, "heat = counts if popularity is None else", "heat = counts if popularity is None or True else", ("tests/test_planning.py", "-k", "jax")),
     Mutant("pallas two blocks: tail not multiplied", PALLAS, "pl.when(tall)", "pl.when(expert < -1)", two_blocks("pallas-triton")),
     Mutant("pallas two blocks: no tile without a tail", PALLAS, "has_expert & jnp.logical_not(tall)", "has_expert & (expert < 0)", two_blocks("pallas-triton")),
+    Mutant("pallas plan: equal ranks", "backends/pallas_triton_prepare.py", "(slot[:, None] < slot[None, :])", "(slot[:, None] < slot[None, :] - 1)", ("tests/test_planning.py", "-k", "one_expert and pallas")),
+    Mutant("pallas plan: tile rows overlap", "backends/pallas_triton_prepare.py", "opener[:, None] < bucket[None, :]", "opener[:, None] < bucket[None, :] - 1", ("tests/test_planning.py", "-k", "larger_plans and pallas")),
+    Mutant("pallas plan: padding not filled", "backends/pallas_triton_prepare.py", "jnp.full_like(place, slots)", "jnp.full_like(place, 0)", ("tests/test_planning.py", "-k", "larger_plans and pallas")),
+    Mutant("pallas plan: slots of a chunk counted twice", "backends/pallas_prepare.py", "return before + jnp.sum(mine)", "return before * 0 + jnp.sum(mine)", ("tests/test_planning.py", "-k", "larger_plans and pallas")),
+    Mutant("pallas plan: -1 slots not last", "backends/pallas_prepare.py", "(bucket == experts) | hotter", "hotter", ("tests/test_planning.py", "-k", "pallas_plan_equals")),
+    Mutant("pallas plan: end of a fill", "backends/pallas_prepare.py", "mask=place < end)", "mask=place < end - 1)", ("tests/test_planning.py", "-k", "larger_plans and pallas")),
+    Mutant("pallas: token not clamped", "backends/pallas_prepare.py", "> 0x600000)", "> 0x7FFFFF)", ("tests/test_fp8.py", "-k", "pallas")),
+    Mutant("pallas: NaN token not marked", "backends/pallas_prepare.py", "jnp.where(jnp.max(not_finite) > 0, jnp.nan, scale)", "scale", ("tests/test_fp8.py", "-k", "pallas")),
     Mutant("pallas half tail: not multiplied", PALLAS, "pl.when(half_tall)", "pl.when(expert < -1)", half_tails("pallas-triton")),
     Mutant("pallas half tail: taken for a slot too many", PALLAS, "[row * block_m + head + half] < slots", "[row * block_m + head + half + (half > 0)] < slots", half_tails("pallas-triton")),
     Mutant("pallas half tail: left out once more", PALLAS, "short = short & jnp.logical_not(half_tall)", "short = short & half_tall", half_tails("pallas-triton")),
@@ -176,12 +179,17 @@ MUTANTS = (
     Mutant("mosaic: dropped row scale", MOSAIC, "if row_scale_gmem is not None:", "if False:", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: every part reads the first", MOSAIC, "return tile.part * steps_per_part if", "return tile.part * 0 if", ("tests/test_mosaic.py", "-k", "split_k and ragged")),
     Mutant("mosaic: box too short", MOSAIC, "(rows > h)", "(rows > h + 1)", ("tests/test_mosaic.py", "-k", "boxes")),
-    Mutant("mosaic: token of a tile wrong", "backends/mosaic_rows.py", "position=tile_row * TOKENS + token", "position=tile_row * TOKENS", ("tests/test_mosaic.py", "-k", "one_box and minus-one")),
-    Mutant("mosaic: rows of x where no box begins", "backends/mosaic_rows.py", "from_row = first[expert] // GROUP * GROUP + before", "from_row = first[expert] + before", ("tests/test_mosaic.py", "-k", "find_the_rows")),
-    Mutant("mosaic: a shared group's last rows not multiplied", "backends/mosaic_rows.py", "used = first[expert] % GROUP + jnp.minimum", "used = jnp.minimum", ("tests/test_mosaic.py", "-k", "find_the_rows")),
-    Mutant("mosaic: another expert's rows of a shared group", "backends/mosaic_rows.py", "position=plan.position + first_of_slot % GROUP", "position=plan.position", gemm("pallas-mosaic", "ragged and fp16 and row")),
-    Mutant("mosaic: row scales of the first tile", "backends/mosaic_rows.py", "rows = tile_x[:, :1] + jnp.arange", "rows = tile_x[:1, :1] + jnp.arange", gemm("pallas-mosaic", "ragged and w8a8-channel")),
-    Mutant("mosaic: two experts share rows", "backends/mosaic_rows.py", "jnp.minimum(rows, GROUP) * counts.size -", "rows * 0 -", ("tests/test_mosaic.py", "-k", "lie_together")),
+    Mutant("mosaic: token of a tile wrong", "backends/mosaic_rows.py", "rows - 1) * TOKENS + lax.div(slot, problem.top_k)", "rows - 1) * TOKENS", ("tests/test_mosaic.py", "-k", "one_box and minus-one")),
+    Mutant("mosaic: rows of x where no box begins", "backends/mosaic_rows.py", "box = (first - shared + before,", "box = (first + before,", ("tests/test_mosaic.py", "-k", "find_the_rows")),
+    Mutant("mosaic: a shared group's last rows not multiplied", "backends/mosaic_rows.py", "shared + jnp.minimum(own_count", "jnp.minimum(own_count", ("tests/test_mosaic.py", "-k", "find_the_rows")),
+    Mutant("mosaic: another expert's rows of a shared group", "backends/mosaic_rows.py", "first_position = first_row * block_m + shared", "first_position = first_row * block_m", gemm("pallas-mosaic", "ragged and fp16 and row")),
+    Mutant("mosaic: row scales where no slot is", "backends/mosaic_rows.py", "scatter(ref[\"row_scale\"], position, scale, mine)", "scatter(ref[\"row_scale\"], position + 1, scale, mine)", ("tests/test_mosaic.py", "-k", "find_the_rows")),
+    Mutant("mosaic: another token's row of x", "backends/mosaic_rows.py", "lax.div(ref[\"slot_of\"][program], problem.top_k)", "ref[\"slot_of\"][program]", gemm("pallas-mosaic", "many-rows and fp16 and row")),
+    Mutant("mosaic: the last columns of x not copied", "backends/mosaic_rows.py", "mask=k < size, other=0.0", "mask=k < size - 1, other=0.0", ("tests/test_mosaic.py", "-k", "find_the_rows")),
+    Mutant("mosaic: an active expert too few", "backends/mosaic_rows.py", "active = jnp.sum(opens", "active = -1 + jnp.sum(opens", ("tests/test_mosaic.py", "-k", "active_experts")),
+    Mutant("mosaic: token scales of the box dropped", "backends/mosaic_rows.py", "ref[\"row_scale\"][row] = scale", "ref[\"row_scale\"][row] = jnp.float32(1)", ("tests/test_mosaic.py", "-k", "one_box and minus-one")),
+    Mutant("mosaic: two experts share rows", "backends/mosaic_rows.py", "jnp.minimum(rows, GROUP) * experts - expert", "rows * 0 - expert", ("tests/test_mosaic.py", "-k", "lie_together")),
+    Mutant("mosaic: an expert without slots clears another's scales", "backends/mosaic_rows.py", "last | (own_count == 0), 0,", "last, 0,", ("tests/test_mosaic.py", "-k", "find_the_rows")),
     Mutant("mosaic: too few rows of x", "backends/mosaic_rows.py", "16 * problem.slots // 9", "15 * problem.slots // 9", ("tests/test_mosaic.py", "-k", "lie_together")),
     Mutant("mosaic: last band not cut", MOSAIC, "rows = jnp.minimum(group_m, tile_rows - first_row)", "rows = jnp.int32(group_m)", ("tests/test_tile_order.py", "-k", "pallas_equals and pallas-mosaic")),
     Mutant("mosaic: unknown expert not zeroed", MOSAIC, "(topk_ids >= 0) & (topk_ids < problem.experts)", "(topk_ids >= 0)", gemm("pallas-mosaic", "unchecked")),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -107,17 +109,28 @@ def triton_scale(x: np.ndarray, target: str, halves_of: int = 0) -> tuple[np.nda
     return arrays.to_host(scaled), arrays.to_host(scale)
 
 
-def jax_scale(x: np.ndarray, target: str) -> tuple[np.ndarray, np.ndarray]:
+@functools.cache
+def _pallas_prepare(problem: Problem) -> Any:
     import jax
 
-    from backends import jax_plan
+    from backends import pallas_triton_prepare
 
-    function = jax_plan.quantise_tokens if target == "float8_e4m3fn" else jax_plan.scale_tokens
-    scaled, scale = jax.jit(function)(jax.numpy.asarray(x))
-    return np.asarray(scaled), np.asarray(scale)
+    options = {"popularity": None, "problem": problem, "block_m": 16, "popular": False, "interpret": not HAS_GPU}
+    return jax.jit(functools.partial(pallas_triton_prepare.prepare, **options))
 
 
-IMPLEMENTATIONS = {"triton": triton_scale, "jax": jax_scale}
+def pallas_scale(x: np.ndarray, target: str) -> tuple[np.ndarray, np.ndarray]:
+    """pallas-triton's `prepare`, beside a plan by one program and by more."""
+    import jax
+
+    mode = "fp8-w8a8" if target == "float8_e4m3fn" else "fp8-w8a16"
+    tokens, k = x.shape
+    problem = Problem.of(mode, tokens=tokens, experts=1, n=1, k=k, top_k=1, activation=x.dtype.name)
+    made = _pallas_prepare(problem)(jax.numpy.asarray(x), jax.numpy.zeros((tokens, 1), "int32"))
+    return np.asarray(made["x"]), np.asarray(made["x_scale"])
+
+
+IMPLEMENTATIONS = {"triton": triton_scale, "pallas": pallas_scale}
 EVERY_IMPLEMENTATION = pytest.mark.parametrize("scale_tokens", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
 TARGETS = [("float16", "float8_e4m3fn"), ("bfloat16", "float8_e4m3fn"), ("bfloat16", "float16")]
 """(dtype of x, what the kernel reads): fp8-w8a8 quantises, fp8-w8a16 scales bfloat16 into float16's range."""

@@ -108,10 +108,10 @@ def test_every_offset_is_64_bit(backend: str, variant: str) -> None:
 @pytest.mark.compile_only
 def test_an_ordinary_load_of_pallas_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """e4m3 activations and weights between 2**31 and 2**32 bytes, loaded as Pallas does by itself."""
-    from backends import pallas_triton
+    from backends import pallas_triton, pallas_triton_ops
 
     problem = problem_of("fp8-w8a8-channel", **BIG)
-    monkeypatch.setattr(pallas_triton, "needs_wide_load", lambda ref: False)
+    monkeypatch.setattr(pallas_triton_ops, "needs_wide_offsets", lambda ref: False)
     ptx = pallas_triton.compile_only(problem, "column", config_of("pallas-triton", "fp8-w8a8-channel")).ptx
     with pytest.raises(AssertionError, match=r"by \d+: .*lo\.s32"):
         assert_offsets_wide(ptx, problem)
@@ -164,9 +164,9 @@ def test_pallas_takes_64_bits_where_its_lowering_would_not(itemsize: int, elemen
     """One-byte arrays between 2**31 and 2**32 elements: e4m3 weights, and e4m3 activations."""
     from types import SimpleNamespace
 
-    from backends.pallas_triton_ops import needs_wide_load
+    from backends.pallas_triton_ops import needs_wide_offsets
 
-    assert needs_wide_load(SimpleNamespace(dtype=SimpleNamespace(itemsize=itemsize), size=elements)) is wide
+    assert needs_wide_offsets(SimpleNamespace(dtype=SimpleNamespace(itemsize=itemsize), size=elements)) is wide
 
 
 @pytest.mark.parametrize("backend", backends.BACKENDS)

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax.experimental import pallas as pl
 
 import backends
-from backends import mosaic_config, mosaic_rows, pallas_mosaic
+from backends import mosaic_config, mosaic_rows, pallas_mosaic, pallas_prepare
 from shared import models
 from shared.config import Config
 from shared.problem import Problem
 from tests import cases
 from tests.cases import CASES, build
 from tests.execute import check, run
-from tests.where import NUMERICS
+from tests.where import HAS_GPU, NUMERICS
 
 BACKEND = "pallas-mosaic"
 
@@ -97,12 +98,16 @@ def test_rows_of_an_expert_lie_together_in_few_groups(counts: np.ndarray) -> Non
         assert taken.max() < mosaic_rows.most_rows(problem)
 
 
+@pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("popular", [False, True])
-def test_tiles_find_the_rows_of_their_slots(popular: bool) -> None:
+def test_tiles_find_the_rows_of_their_slots(popular: bool, backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a tile multiplies, by `tile_x`, are its slots' tokens, and its part of the output is where `position` looks.
 
-    Experts of 1, 2, 3, 5, 8, 9, 20 and no slots, and slots of no expert; tiles of 16 rows.
+    Experts of 1, 2, 3, 5, 8, 9, 20 and no slots, and slots of no expert; tiles of 16 rows. backwards: the programs of a
+    launch run from the last one to the first, so that nothing hangs on their order.
     """
+    if backwards:
+        monkeypatch.setattr(pallas_prepare, "program_of", lambda programs: programs - 1 - pl.program_id(0))
     counts, block_m = (2, 0, 1, 20, 3, 9, 5, 8), 16
     rng = np.random.default_rng(5)
     ids = rng.permutation(np.repeat(np.arange(-1, len(counts), dtype=np.int32), (4, *counts)))[:, None]
@@ -112,7 +117,7 @@ def test_tiles_find_the_rows_of_their_slots(popular: bool) -> None:
     order = "popular" if popular else "row"
     rows = jax.jit(
         lambda x, ids, weight: mosaic_rows.sort_rows(
-            x, None, ids, weight, None, problem.k, problem, order, Config(block_m=block_m)
+            x, ids, weight, None, problem.k, problem, order, Config(block_m=block_m), not HAS_GPU
         )
     )(x, jnp.asarray(ids), weight)
     rows_of_x, row_scale = np.asarray(rows.x), np.asarray(rows.row_scale)
@@ -125,7 +130,7 @@ def test_tiles_find_the_rows_of_their_slots(popular: bool) -> None:
             row, within = divmod(position[slot], block_m)
             assert expert[row] == e
             assert within < tile_x[row, 1] <= block_m
-            assert rows_of_x[tile_x[row, 0] + within, 0] == slot + 1
+            assert rows_of_x[tile_x[row, 0] + within].tolist() == [slot + 1] * problem.k
             assert row_scale[position[slot]] == slot
     # Nothing that a tile reads lies outside: it reads whole heights.
     in_use = tile_x[expert >= 0]
@@ -212,20 +217,27 @@ def test_popularity_of_earlier_steps_changes_no_result() -> None:
     check(y, data)
 
 
-@pytest.mark.parametrize("experts", [1, 31, 32, 33, 64, 257])
+@pytest.mark.parametrize("experts", [1, 15, 16, 24, 257])
 def test_active_experts(experts: int) -> None:
+    """The experts that 24 slots of three tokens name, by number, and where each slot's row of y is."""
     rng = np.random.default_rng(experts)
     draws = [rng.integers(-2, experts + 2, 24), np.full(24, -1), np.full(24, experts - 1), np.arange(24) % experts]
+    problem = Problem.of("fp16", tokens=3, experts=experts, n=64, k=8, top_k=8)
+    x = jnp.arange(24, dtype=jnp.float16).reshape(3, 8)
+    rows_of = jax.jit(lambda ids: mosaic_rows.all_tokens(x, ids, None, None, 16, problem, "row", not HAS_GPU))
     for ids in draws:
-        found, place = (np.asarray(a) for a in mosaic_rows.active_experts(jnp.asarray(ids), experts))
+        rows = rows_of(jnp.asarray(ids, jnp.int32).reshape(3, 8))
+        found, (place, token) = np.asarray(rows.tile_expert), np.divmod(np.asarray(rows.position), mosaic_rows.TOKENS)
         valid = (ids >= 0) & (ids < experts)
         active = np.unique(ids[valid])
         assert found.size == min(experts, 24) + 1
-        assert found[-1] == active.size
+        assert found[-1] == rows.tile_rows[-1] == active.size
         assert np.array_equal(found[: active.size], active)
         assert np.all(found[active.size : -1] == -1)
         assert np.array_equal(active[place[valid]], ids[valid])
-        assert np.all((place >= 0) & (place < found.size))
+        assert np.all((place >= 0) & (place < found.size - 1))
+        assert np.array_equal(token, np.repeat(np.arange(3), 8))
+        assert np.array_equal(rows.x, np.pad(np.asarray(x), ((0, 5), (0, 8))))
 
 
 @pytest.mark.compile_only

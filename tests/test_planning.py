@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,19 +181,48 @@ def triton_plan(
     return Plan(*arrays[:3], arrays[3].reshape(-1, 2))
 
 
-def jax_plan(ids: np.ndarray, experts: int, block_m: int, popularity: Popularity = None) -> Plan:
+@functools.cache
+def _pallas_prepare(
+    problem: Problem, block_m: int, popular: bool, few_slots: int | None, backwards: bool
+) -> Callable[..., Any]:
+    """pallas-triton's `prepare` under jax.jit: (x, topk_ids, popularity) -> arrays by name."""
+    import jax
+    from jax.experimental import pallas as pl
+
+    from backends import pallas_prepare, pallas_triton_prepare
+
+    def traced(x: Any, ids: Any, popularity: Any) -> dict[str, Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            if few_slots is not None:
+                patch.setattr(pallas_triton_prepare, "FEW_SLOTS", few_slots)
+            if backwards:
+                patch.setattr(pallas_prepare, "program_of", lambda programs: programs - 1 - pl.program_id(0))
+            return pallas_triton_prepare.prepare(
+                x, ids, popularity, problem, block_m, popular=popular, interpret=not HAS_GPU
+            )
+
+    return jax.jit(traced)
+
+
+def pallas_plan(
+    ids: np.ndarray, experts: int, block_m: int, popularity: Popularity = None, *, few_slots: int | None = None,
+    backwards: bool = False,
+) -> Plan:  # fmt: skip
+    """pallas-triton's plan, without scaling; arguments as `triton_plan`.
+
+    backwards: the interpreter runs a launch's programs from the last one to the first
+    """
     import jax
 
-    from backends import jax_plan
-
-    planner = jax.jit(jax_plan.plan, static_argnames=("experts", "block_m", "popular"))
-    heat = jax.numpy.asarray(popularity) if isinstance(popularity, np.ndarray) else None
+    problem = Problem(tokens=ids.shape[0], experts=experts, n=1, k=1, top_k=ids.shape[1])
     popular = popularity is not None
-    made = planner(jax.numpy.asarray(ids), experts=experts, block_m=block_m, popular=popular, popularity=heat)
-    arrays = [np.asarray(array) for array in made]
-    # `position` is the inverse of sorted_slot
-    assert np.array_equal(arrays[0][arrays[4]], np.arange(ids.size))
-    return Plan(*arrays[:4])
+    heat = jax.numpy.asarray(popularity) if isinstance(popularity, np.ndarray) else None
+    x = jax.numpy.zeros((ids.shape[0], 1), "bfloat16")
+    made = _pallas_prepare(problem, block_m, popular, few_slots, backwards)(x, jax.numpy.asarray(ids), heat)
+    names = ["sorted_slot", "tile_expert", "tile_rows", *(["tile_span"] if popular else [])]
+    assert sorted(made) == sorted([*names, "x"]), "only order popular pays for tile_span"
+    span = made["tile_span"] if popular else plan(ids, experts, block_m).tile_span
+    return Plan(*(np.asarray(made[name]) for name in names[:3]), np.asarray(span))
 
 
 def assert_equal(made: Plan, ids: np.ndarray, experts: int, block_m: int, popularity: Popularity = None) -> None:
@@ -207,7 +237,12 @@ Planner = Callable[..., Plan]
 """(ids, experts, block_m, popularity=None)."""
 TRITON_PLANNERS = {"triton": triton_plan, "triton-buckets": functools.partial(triton_plan, few_slots=0)}
 """As it is used, and with a program a bucket however few the slots."""
-PLANNERS = {**TRITON_PLANNERS, "jax": jax_plan}
+PALLAS_PLANNERS = {
+    "pallas": pallas_plan,
+    "pallas-buckets": functools.partial(pallas_plan, few_slots=0),
+    "pallas-backwards": functools.partial(pallas_plan, few_slots=0, backwards=True),
+}
+PLANNERS = {**TRITON_PLANNERS, **PALLAS_PLANNERS}
 EVERY_PLANNER = pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS.keys())
 
 
@@ -232,6 +267,7 @@ def test_one_expert_or_none(planner: Planner, ids: np.ndarray, popularity: str |
 
 
 @NUMERICS
+@pytest.mark.parametrize("planner", PALLAS_PLANNERS.values(), ids=PALLAS_PLANNERS.keys())
 @given(
     ids=hnp.arrays(np.int32, (6, 3), elements=st.integers(-1, 4))
     | hnp.arrays(np.int32, (40, 1), elements=st.integers(-1, 4)),
@@ -239,8 +275,10 @@ def test_one_expert_or_none(planner: Planner, ids: np.ndarray, popularity: str |
     popularity=st.sampled_from([None, "counts"]) | popularities(5),
 )
 @settings(max_examples=60)
-def test_jax_plan_equals_specification(ids: np.ndarray, block_m: int, popularity: Popularity) -> None:
-    assert_equal(jax_plan(ids, 5, block_m, popularity), ids, 5, block_m, popularity)
+def test_pallas_plan_equals_specification(
+    planner: Planner, ids: np.ndarray, block_m: int, popularity: Popularity
+) -> None:
+    assert_equal(planner(ids, 5, block_m, popularity), ids, 5, block_m, popularity)
 
 
 @NUMERICS
@@ -254,7 +292,7 @@ def test_jax_plan_equals_specification(ids: np.ndarray, block_m: int, popularity
         (13, 5, 70, "one slot more, and more experts than slots"),
         (129, 1, 5, "one past the chunk in which the kernel reads ids"),
         (1100, 1, 3, "more than one chunk of 1024"),
-        (700, 3, 8, "more than the 2048 slots up to which the JAX plan counts instead of sorting"),
+        (700, 3, 8, "more than two chunks of 1024"),
         (6, 8, 64, "a power of two of experts"),
         (40, 2, 15, "E + 1 a power of two"),
         (40, 2, 16, "E + 1 just past a power of two"),

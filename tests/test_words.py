@@ -55,7 +55,11 @@ def test_prepare_brings_x_to_that_order(k: int, halves_of: int) -> None:
 @NUMERICS
 @pytest.mark.parametrize("backend", ["torch-triton", pytest.param("jax-triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", ["fp8-w8a16-channel", "fp8-w8a16-block"])
-@pytest.mark.parametrize("changes", [{}, {"block_m": 48}, {"block_m": 96}, {"split_k": 2}], ids=["one-block", "two-blocks", "half-tail", "split"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"block_m": 48}, {"block_m": 96}, {"split_k": 2}],
+    ids=["one-block", "two-blocks", "half-tail", "split"],
+)
 def test_results(changes: dict[str, int], variant: str, backend: str) -> None:
     config = SMALL.replace(**changes)
     data = cases.data_of(dataclasses.replace(CASE, config=config), variant)
