@@ -25,8 +25,9 @@ from shared.models import model
 
 FILE = "launch-cost.jsonl"
 DTYPES = ("fp16", "fp8-w8a8")
-STEP_ROUNDS = 3
-"""Of a step, recorded and timed in turns, as clocks drift by more between two rounds than a layer's overhead is."""
+STEP_ROUNDS = 7
+"""Of a step, recorded and timed in turns, each time with the record before it taken off, as clocks drift by more between
+two rounds than a layer's overhead is."""
 _CASES = (
     ("qwen3-30b-a3b", 8), ("mixtral-8x7b", 8), ("deepseek-v3", 8), ("qwen3-30b-a3b", 1), ("mixtral-8x7b", 1)
 )  # fmt: skip
@@ -147,11 +148,12 @@ def measure(cell: Cell, data: Any, device: Any) -> dict[str, Any]:
         of_kernels.append(_of_name(_recorded(contender, device, step, flush=False)[0], name))
         device.clock.pause()
         of_steps.append(launch_host.latency(contender, device, step, flush=False))
-    kernel, layer = statistics.median(of_kernels) / len(layers), statistics.median(of_steps) / len(layers)
+    overheads = [step_us - kernels_us for step_us, kernels_us in zip(of_steps, of_kernels, strict=True)]
+    kernel, layer, overhead = (statistics.median(of) / len(layers) for of in (of_kernels, of_steps, overheads))
     alone = _of_name(kernels, name)
     if kernel < alone / 2 and not device.interpret:
         raise AssertionError(f"{cell.id}: a step's kernels take {kernel:.1f} us a layer, one alone {alone:.1f}")
-    us |= {"layer_kernel": rounded(kernel), "layer": rounded(layer), "layer_overhead": rounded(layer - kernel)}
+    us |= {"layer_kernel": rounded(kernel), "layer": rounded(layer), "layer_overhead": rounded(overhead)}
     device.clock.reset()
     return found
 
