@@ -32,6 +32,7 @@ from backends.pallas_prepare import (
     fill,
     for_slots_of,
     launch,
+    launch_with_scaling,
     rows_of_bucket,
     scale_token,
     scatter,
@@ -113,28 +114,12 @@ def sort_rows(
 ) -> Rows:  # fmt: skip
     """One row per slot, those of an expert together. Arguments as `prepare`."""
     popular, block_m, buckets = order == "popular", config.block_m, problem.experts + 1
-    tokens = problem.tokens if problem.scales_x else 0
-    given = {"topk_ids": topk_ids.reshape(-1)}
-    made = {"counts": jax.ShapeDtypeStruct((buckets,), jnp.int32)}
-    of_x = {}
-    if tokens:
-        of_x["scaled"] = jax.ShapeDtypeStruct(x.shape, jnp.dtype(problem.kernel_x_dtype))
-        of_x["x_scale"] = jax.ShapeDtypeStruct((tokens,), jnp.float32)
-
-    def count_and_scale(ref: Refs, program: jax.Array) -> None:
-        pl.when(program < buckets)(lambda: count_bucket(ref, program, problem))
-        if tokens:
-
-            @pl.when(program >= buckets)
-            def _() -> None:
-                ref["x_scale"][program - buckets] = scale_token(ref, program - buckets, problem)
-
-    first_given = given | ({"x": x} if tokens else {})
-    warps = 8 if tokens else 4
-    counted = launch(
-        count_and_scale, buckets + tokens, first_given, made | of_x, name=NAME, num_warps=warps, interpret=interpret
-    )
-    x = counted.pop("scaled", x)
+    counted = launch_with_scaling(
+        lambda ref, bucket: count_bucket(ref, bucket, problem),
+        buckets, {"counts": jax.ShapeDtypeStruct((buckets,), jnp.int32)}, x, topk_ids, problem,
+        name=NAME, num_warps=4, interpret=interpret,
+    )  # fmt: skip
+    x = counted.pop("x")
 
     tile_rows = problem.max_tile_rows(block_m)
     # A tile reads whole heights, up to block_m rows, from the group on in which its slots begin.
@@ -146,25 +131,23 @@ def sort_rows(
     if popular:
         sizes["tile_span"] = (tile_rows, 2)
     made = {name: jax.ShapeDtypeStruct(size, jnp.int32) for name, size in sizes.items()}
-    given |= counted
+    given = {"topk_ids": topk_ids.reshape(-1), **counted}
     if popularity is not None:
         given["popularity"] = popularity
     if topk_weight is not None:
         given["topk_weight"] = topk_weight.reshape(-1)
-    if tokens or topk_weight is not None:
+    if problem.scales_x or topk_weight is not None:
         made["row_scale"] = jax.ShapeDtypeStruct((tile_rows * block_m,), jnp.float32)
 
-    def sort(ref: Refs, program: jax.Array) -> None:
-        sort_bucket(ref, program, problem, block_m)
-
-    rows = launch(sort, buckets, given, made, name=NAME, num_warps=4, interpret=interpret)
-
-    def copy(ref: Refs, program: jax.Array) -> None:
-        copy_row(ref, program, lax.div(ref["slot_of"][program], problem.top_k))
-
-    sorted_x = {"sorted": jax.ShapeDtypeStruct((x_rows, k), x.dtype)}
-    copied = {"x": x, "slot_of": rows.pop("slot_of")}
-    found = launch(copy, x_rows, copied, sorted_x, name=NAME, num_warps=4, interpret=interpret)
+    rows = launch(
+        lambda ref, bucket: sort_bucket(ref, bucket, problem, block_m),
+        buckets, given, made, name=NAME, num_warps=4, interpret=interpret,
+    )  # fmt: skip
+    found = launch(
+        lambda ref, row: copy_row(ref, row, lax.div(ref["slot_of"][row], problem.top_k)),
+        x_rows, {"x": x, "slot_of": rows.pop("slot_of")}, {"sorted": jax.ShapeDtypeStruct((x_rows, k), x.dtype)},
+        name=NAME, num_warps=4, interpret=interpret,
+    )  # fmt: skip
     return Rows(x=found["sorted"], row_scale=rows.pop("row_scale", None), tile_span=rows.pop("tile_span", None), **rows)
 
 

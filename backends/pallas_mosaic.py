@@ -270,7 +270,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         def steps_of(tile: Tile) -> jax.Array | int:
             return jnp.minimum(steps_per_part, k_steps - first_step(tile)) if parts > 1 else k_steps
 
-        # Gather rows (of the matrix that XLA gathered: TMA reads equally strided rows)
+        # Gather rows (of the matrix that `mosaic_rows` gathered: TMA reads equally strided rows)
         def fetch_tile(i, tile, stage):
             """Fill one stage after another with the K steps of a tile, each as soon as it is free."""
 

@@ -60,6 +60,35 @@ def launch(
     return dict(zip(made, found, strict=True))
 
 
+def launch_with_scaling(
+    planner: Callable[[Refs, jax.Array], None], planners: int, made: dict[str, jax.ShapeDtypeStruct], x: jax.Array,
+    topk_ids: jax.Array, problem: Problem, *, name: str, num_warps: int, interpret: bool,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """So many programs of `planner`, which read "topk_ids", and behind them, where the problem scales x, one a token.
+
+    What was made by name; "x" is x (T, K) as the GEMM kernel reads it, beside "x_scale" float32 (T,) if it was scaled.
+    """
+    given = {"topk_ids": topk_ids.reshape(-1)}
+    tokens = 0
+    if problem.scales_x:
+        given["x"], tokens, num_warps = x, problem.tokens, 8
+        made = made | {
+            "scaled": jax.ShapeDtypeStruct(x.shape, jnp.dtype(problem.kernel_x_dtype)),
+            "x_scale": jax.ShapeDtypeStruct((tokens,), jnp.float32),
+        }
+
+    def kernel(ref: Refs, program: jax.Array) -> None:
+        pl.when(program < planners)(lambda: planner(ref, program))
+        if tokens:
+
+            @pl.when(program >= planners)
+            def _() -> None:
+                ref["x_scale"][program - planners] = scale_token(ref, program - planners, problem)
+
+    found = launch(kernel, planners + tokens, given, made, name=name, num_warps=num_warps, interpret=interpret)
+    return found | {"x": found.pop("scaled", x)}
+
+
 def program_of(programs: int) -> jax.Array:
     """This program's number. Programs may run in any order; tests have the interpreter's take theirs the other way."""
     del programs

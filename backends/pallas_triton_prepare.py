@@ -27,8 +27,8 @@ from backends.pallas_prepare import (
     fill,
     for_slots_of,
     launch,
+    launch_with_scaling,
     rows_of_bucket,
-    scale_token,
     scatter,
     span_rows,
 )
@@ -54,42 +54,24 @@ def prepare(
     if popular:
         sizes["tile_span"] = (rows, 2)
     plan = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in sizes.items()}
-    given = {"topk_ids": topk_ids.reshape(-1)}
-    tokens, scaled = 0, {}
-    if problem.scales_x:
-        given["x"], tokens = x, problem.tokens
-        scaled["scaled"] = jax.ShapeDtypeStruct(x.shape, jnp.dtype(problem.kernel_x_dtype))
-        scaled["x_scale"] = jax.ShapeDtypeStruct((tokens,), jnp.float32)
-    few = problem.slots <= FEW_SLOTS and not popular
-    planners = 1 if few else buckets
-
-    def first(ref: Refs, program: jax.Array) -> None:
-        @pl.when(program < planners)
-        def _() -> None:
-            if few:
-                plan_slots(ref, problem, block_m, interpret)
-            else:
-                count_bucket(ref, program, problem)
-
-        if tokens:
-
-            @pl.when(program >= planners)
-            def _() -> None:
-                ref["x_scale"][program - planners] = scale_token(ref, program - planners, problem)
-
-    made = plan if few else {"counts": jax.ShapeDtypeStruct((buckets,), jnp.int32)}
-    warps = 8 if few or tokens else 4
-    found = launch(first, planners + tokens, given, made | scaled, name=NAME, num_warps=warps, interpret=interpret)
-    if not few:
-        of_plan = {"topk_ids": given["topk_ids"], "counts": found.pop("counts")}
-        if popularity is not None:
-            of_plan["popularity"] = popularity
-
-        def second(ref: Refs, program: jax.Array) -> None:
-            plan_bucket(ref, program, problem, block_m)
-
-        found |= launch(second, buckets, of_plan, plan, name=NAME, num_warps=4, interpret=interpret)
-    return found | {"x": found.pop("scaled", x)}
+    if problem.slots <= FEW_SLOTS and not popular:
+        return launch_with_scaling(
+            lambda ref, _: plan_slots(ref, problem, block_m, interpret),
+            1, plan, x, topk_ids, problem, name=NAME, num_warps=8, interpret=interpret,
+        )  # fmt: skip
+    counted = launch_with_scaling(
+        lambda ref, bucket: count_bucket(ref, bucket, problem),
+        buckets, {"counts": jax.ShapeDtypeStruct((buckets,), jnp.int32)}, x, topk_ids, problem,
+        name=NAME, num_warps=4, interpret=interpret,
+    )  # fmt: skip
+    given = {"topk_ids": topk_ids.reshape(-1), "counts": counted.pop("counts")}
+    if popularity is not None:
+        given["popularity"] = popularity
+    planned = launch(
+        lambda ref, bucket: plan_bucket(ref, bucket, problem, block_m),
+        buckets, given, plan, name=NAME, num_warps=4, interpret=interpret,
+    )  # fmt: skip
+    return counted | planned
 
 
 def plan_slots(ref: Refs, problem: Problem, block_m: int, interpret: bool) -> None:
