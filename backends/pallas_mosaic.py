@@ -66,7 +66,7 @@ from backends.mosaic_config import (
     sum_dtype,
 )
 from backends.mosaic_rows import GROUP, pad_to, reads_all_tokens, tile_height
-from backends.pallas_prepare import lowering_through_triton
+from backends.pallas_prepare import lowering_through_triton, signature_of
 from backends.registry import BackendUnavailable
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
@@ -148,10 +148,11 @@ def moe_gemm(
     # As an array: a NaN equals nothing, so as a static argument it would be traced anew on every call.
     fill_value = None if fill is None else jnp.asarray(fill, x.dtype)
     arrays = x, w, topk_ids, w_scale, topk_weight, popularity, fill_value
-    if interpret and not isinstance(x, jax.core.Tracer):
-        with _interpreting, lowering_through_triton():
-            return jax.block_until_ready(_moe_gemm(*arrays, problem, order, config, interpret, blocks))
-    with lowering_through_triton():
+    filled, given = fill is not None, popularity is not None
+    with lowering_through_triton(signature_of(x, NAME, problem, order, config, blocks, filled, given)):
+        if interpret and not isinstance(x, jax.core.Tracer):
+            with _interpreting:
+                return jax.block_until_ready(_moe_gemm(*arrays, problem, order, config, interpret, blocks))
         return _moe_gemm(*arrays, problem, order, config, interpret, blocks)
 
 

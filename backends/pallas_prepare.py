@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -28,15 +28,30 @@ FILL_CHUNK = 1024
 """Elements that a program fills at a time."""
 
 
+_lowered: set[Hashable] = set()
+
+
 @contextlib.contextmanager
-def lowering_through_triton() -> Iterator[None]:
+def lowering_through_triton(signature: Hashable = None) -> Iterator[None]:
     """Without JAX 0.11's warning, at every lowering, that it deprecates Pallas's lowering through Triton.
 
-    Nothing else is silenced. A caller's own jax.jit lowers after a call of ours has returned, and shows it.
+    Nothing else is silenced. A caller's own jax.jit lowers after a call of ours has returned, and shows it. signature:
+    what calls share that are lowered once, as a later one should not touch what warnings the process shows; None: such
+    calls may be lowered anew.
     """
+    if signature in _lowered:
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         yield
+    if signature is not None:
+        _lowered.add(signature)
+
+
+def signature_of(x: jax.Array, *what: Hashable) -> Hashable:
+    """Of a call with `what` in which x is: `lowering_through_triton`'s; None where JAX traces it."""
+    return None if isinstance(x, jax.core.Tracer) else (x.sharding, *what)
 
 
 def launch(

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from backends.compiled import Compiled
-from backends.pallas_prepare import lowering_through_triton
+from backends.pallas_prepare import lowering_through_triton, signature_of
 from backends.pallas_triton_ops import atomic_add, dot_fp8, load
 from backends.pallas_triton_prepare import prepare
 from backends.pallas_triton_rows import reduce_parts, zeros
@@ -380,7 +380,8 @@ def moe_gemm(
     a kernel writes them. interpret: run in Pallas's interpreter on the CPU. popularity: (E,) int32, read by order
     "popular" alone; None: the slot counts of this call.
     """
-    with lowering_through_triton():
+    filled, given = fill is not None, popularity is not None
+    with lowering_through_triton(signature_of(x, NAME, problem, order, config, interpret, filled, given)):
         return _moe_gemm(
             x, w, topk_ids, w_scale, topk_weight, popularity, fill,
             problem=problem, order=order, config=config, interpret=interpret,

@@ -26,8 +26,8 @@ from shared.models import model
 FILE = "launch-cost.jsonl"
 DTYPES = ("fp16", "fp8-w8a8")
 STEP_ROUNDS = 7
-"""Of a step, recorded and timed in turns, each time with the record before it taken off, as clocks drift by more between
-two rounds than a layer's overhead is."""
+"""Of a step, recorded and timed in turns: each time less the record before it, as clocks drift by more between two
+rounds than a layer's overhead is."""
 _CASES = (
     ("qwen3-30b-a3b", 8), ("mixtral-8x7b", 8), ("deepseek-v3", 8), ("qwen3-30b-a3b", 1), ("mixtral-8x7b", 1)
 )  # fmt: skip

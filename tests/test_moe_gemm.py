@@ -6,6 +6,7 @@ Output buffers hold NaN beforehand, so an element that no program writes shows. 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,6 +157,26 @@ def test_tails_of_which_half_is_multiplied(swap_ab: bool, backend: str, variant:
     """Not pallas-mosaic, as above."""
     data = cases.data_of(cases.HALVED, variant)
     config = cases.HALVED.config.replace(swap_ab=swap_ab)
+    check(run(backend, data, "row", config), data)
+
+
+@NUMERICS
+@pytest.mark.parametrize("backend", ["pallas-triton", "pallas-mosaic"])
+def test_a_deprecated_lowering_is_not_told_and_later_calls_change_no_warnings(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backends import pallas_prepare
+
+    data = build("one-token", "fp16")
+    config = CASES["one-token"].config.replace(group_m=5)  # no other test's: it is lowered here
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(backend, data, "row", config)
+
+    def touched() -> None:
+        raise AssertionError("a later call changes the process's warnings")
+
+    monkeypatch.setattr(pallas_prepare.warnings, "catch_warnings", touched)
     check(run(backend, data, "row", config), data)
 
 
