@@ -55,6 +55,21 @@ def host(rows: Sequence[dict[str, Any]]) -> Table:
     return ["case", "dtype", "backend", *PARTS], lines
 
 
+def host_speed(rows: Sequence[dict[str, Any]]) -> str:
+    """How fast the host was, by what is the same work in every cell of a backend: the search for a config."""
+    told: dict[str, list[float]] = {}
+    for row in rows:
+        if choice := row.get("host_us", {}).get("choice"):
+            told.setdefault(row["backend"], []).append(choice)
+    if not told:
+        return ""
+    spans = ", ".join(f"{name} {min(us):.0f} to {max(us):.0f}" for name, us in told.items())
+    return (
+        "The host's speed changes during a run, and with it all columns that its clock takes: *choice*, the same work "
+        f"in all cells of a backend, takes from and to, in µs: {spans}."
+    )
+
+
 def tables(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown of all three; kernels by name for one case alone, as they differ by backend and dtype."""
     from bench.tables import markdown
@@ -67,7 +82,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
     dates = " and ".join(sorted({row["date"] for row in rows}))
     intro = f"{last['gpu']}, {dates}; {versions}. µs. †: by other sources of the kernels than the newest rows."
     parts = [
-        intro, markdown(times(rows)), "On the host, µs:", markdown(host(rows)),
+        intro, host_speed(rows), markdown(times(rows)), "On the host, µs:", markdown(host(rows)),
         "On the GPU, kernels by name:", markdown(kernels(first)),
     ]  # fmt: skip
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in parts if part)

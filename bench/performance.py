@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,29 @@ def each_peer(found: dict[str, Any]) -> Table:
     return ["peer", "dtype", "cases", of.format("the fastest backend's"), of.format("torch-triton's")], lines
 
 
+def whole_calls(found: dict[str, Any]) -> Table:
+    """Per backend, dtype and batch: GPU time of a call's kernels beside its GEMM kernel, the median of the layers, and
+    that of a whole call over torch-triton's, median and largest."""
+    times = targets.Times(found)
+    chosen = targets.layers(found["run"].get("seed", 0))
+    batches = sorted({layer.case.tokens for layer in chosen})
+    lines = []
+    for backend, dtype in itertools.product(BACKENDS, ("fp16", *targets.FP8)):
+        beside: dict[int, list[float]] = {tokens: [] for tokens in batches}
+        over = []
+        for layer in chosen:
+            ours, torchs = (times.row(layer.name, (dtype,), name) for name in (backend, "torch-triton"))
+            if ours and ours.get("gpu_total_us"):
+                beside[layer.case.tokens].append(ours["gpu_total_us"] - ours["kernel_us"])
+                if torchs and torchs.get("gpu_total_us"):
+                    over.append(ours["gpu_total_us"] / torchs["gpu_total_us"])
+        if over:
+            cells = [f"{statistics.median(us):.1f}" if us else "–" for us in beside.values()]
+            lines.append([backend, dtype, *cells, f"{statistics.median(over):.2f}, {max(over):.2f}"])
+    headings = ["backend", "dtype", *(f"{n} token{'s'[: n - 1]}" for n in batches), "whole call ÷ torch-triton's"]
+    return headings, lines
+
+
 def steps_table(path: Path) -> Table:
     """What each step predicted and measured, from a file {"steps": [{STEP_FIELDS}]} beside the results it names.
 
@@ -310,6 +334,7 @@ BLOCKS: dict[str, Callable[[Path, dict[str, Any]], str]] = {
     "targets-cases": _from_results(cases_table),
     "targets-each-peer": _from_results(each_peer),
     "targets-peers": _from_results(peers_table),
+    "whole-calls": _from_results(whole_calls),
     "targets-picture": _picture,
     "steps-taken": _steps,
 }

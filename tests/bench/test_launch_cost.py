@@ -104,7 +104,8 @@ def test_a_step_has_as_many_layers_as_the_model() -> None:
 
 
 def test_a_step_is_recorded_and_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Medians of rounds: a GPU that slows down between two of them would else show as overhead, or as a gain."""
+    """Each time less the record before it: a GPU that slows down between two rounds would else show as overhead, or
+    as a gain. Here overheads are 30, 42, 20, 38, 34, 26, 36 us of two layers, while kernels take 180 to 280."""
     from bench import contenders, measure
     from bench.cases import _TINY as TINY
     from bench.cases import Case
@@ -116,7 +117,10 @@ def test_a_step_is_recorded_and_timed_in_turns(monkeypatch: pytest.MonkeyPatch) 
     contender: Any = SimpleNamespace(framework="torch", kernel_name="gemm", config=config, eager=lambda: None)
     problem = SimpleNamespace(read_bytes=lambda counts: 1)
     data: Any = SimpleNamespace(problem=problem, counts=SimpleNamespace(tolist=list))
-    step_kernels, step_times = iter([200.0, 260.0, 220.0]), iter([230.0, 300.0, 240.0])
+    of_kernels = [200.0, 260.0, 220.0, 280.0, 180.0, 240.0, 210.0]
+    overheads = [30.0, 42.0, 20.0, 38.0, 34.0, 26.0, 36.0]
+    step_kernels = iter(of_kernels)
+    step_times = iter([kernels + overhead for kernels, overhead in zip(of_kernels, overheads, strict=True)])
 
     def recorded(contender: Any, device: Any, call: Any, *, flush: bool) -> tuple[dict[str, float], float]:
         return {"gemm": 100.0 if flush else next(step_kernels), "prepare": 2.0}, 0.5
@@ -136,8 +140,17 @@ def test_a_step_is_recorded_and_timed_in_turns(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(contenders, "wait", lambda *_: None)
     monkeypatch.setattr(measure, "check", lambda *_: None)
     us = launch_cost.measure(launch_cost.Cell(Case(TINY, "gate-up", 4), "fp16", "torch-triton"), data, device)["us"]
-    assert (us["layer_kernel"], us["layer"], us["layer_overhead"]) == (110.0, 120.0, 10.0)
-    assert turns[-7:-1] == ["recorded", "timed"] * launch_cost.STEP_ROUNDS
+    assert (us["layer_kernel"], us["layer"], us["layer_overhead"]) == (110.0, 123.0, 17.0)
+    assert turns[-15:-1] == ["recorded", "timed"] * launch_cost.STEP_ROUNDS
+
+
+def test_the_note_tells_by_how_much_the_host_changed() -> None:
+    rows = [
+        {"backend": backend, "host_us": {"choice": us} if us else {}}
+        for backend, us in (("torch-triton", 400.4), ("torch-triton", 990.0), ("jax-triton", 500.0), ("jax-triton", 0))
+    ]
+    assert launch_tables.host_speed(rows).endswith("torch-triton 400 to 990, jax-triton 500 to 500.")
+    assert launch_tables.host_speed([{"backend": "torch-triton"}]) == ""
 
 
 def test_cells_are_what_the_note_says_and_accepted() -> None:

@@ -272,6 +272,28 @@ def test_each_peer_stands_beside_the_fastest_backend_and_torch_triton(found: Fou
     assert most == pytest.approx(1.5 * 1.25 * least, rel=0.01)
 
 
+def test_whole_calls_stand_beside_their_kernels_and_torch_triton(found: Found) -> None:
+    """Layers of one backend and batch take 3 us beside their kernel, one of them 50, and no more than that changes."""
+    for row in found["rows"]:
+        row["gpu_total_us"] = row["kernel_us"] + 1
+    _, before = performance.whole_calls(found)
+    mine = [row for row in found["rows"] if (row["contender"], row["dtype"]) == ("pallas-mosaic", "fp16")]
+    for row in mine:
+        if row["case"].endswith("tokens-8"):
+            row["gpu_total_us"] = row["kernel_us"] + 3
+    first = next(row for row in mine if row["case"] == MIXTRAL.format(8))
+    first["gpu_total_us"] = first["kernel_us"] + 50
+    headings, after = performance.whole_calls(found)
+    ((old, new),) = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    assert new[:2] == ["pallas-mosaic", "fp16"]
+    assert (new[headings.index("8 tokens")], headings[2]) == ("3.0", "1 token")
+    assert [old[i] for i in range(2, 12) if i != 5] == [new[i] for i in range(2, 12) if i != 5]
+    torchs = next(
+        r for r in found["rows"] if (r["case"], r["dtype"], r["contender"]) == (first["case"], "fp16", "torch-triton")
+    )
+    assert new[-1].endswith(f", {first['gpu_total_us'] / torchs['gpu_total_us']:.2f}")
+
+
 def test_the_note_shows_results_and_says_where_there_are_none(found: Found, launched: Launched, tmp_path: Path) -> None:
     folder = tmp_path / "h200"
     folder.mkdir()
