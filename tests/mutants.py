@@ -185,7 +185,7 @@ MUTANTS = (
     Mutant("mosaic: another expert's rows of a shared group", "backends/mosaic_rows.py", "first_position = first_row * block_m + shared", "first_position = first_row * block_m", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: row scales where no slot is", "backends/mosaic_rows.py", "scatter(ref[\"row_scale\"], position, scale, mine)", "scatter(ref[\"row_scale\"], position + 1, scale, mine)", ("tests/test_mosaic.py", "-k", "find_the_rows")),
     Mutant("mosaic: another token's row of x", "backends/mosaic_rows.py", "lax.div(ref[\"slot_of\"][row], problem.top_k)", "ref[\"slot_of\"][row]", gemm("pallas-mosaic", "many-rows and fp16 and row")),
-    Mutant("mosaic: the last columns of x not copied", "backends/mosaic_rows.py", "mask=k < size, other=0.0", "mask=k < size - 1, other=0.0", ("tests/test_mosaic.py", "-k", "find_the_rows")),
+    Mutant("mosaic: the last columns of x not copied", "backends/mosaic_rows.py", "(token, k), k < size)", "(token, k), k < size - 1)", ("tests/test_mosaic.py", "-k", "find_the_rows")),
     Mutant("mosaic: an active expert too few", "backends/mosaic_rows.py", "active = jnp.sum(opens", "active = -1 + jnp.sum(opens", ("tests/test_mosaic.py", "-k", "active_experts")),
     Mutant("mosaic: token scales of the box dropped", "backends/mosaic_rows.py", "ref[\"row_scale\"][row] = scale", "ref[\"row_scale\"][row] = jnp.float32(1)", ("tests/test_mosaic.py", "-k", "one_box and minus-one")),
     Mutant("mosaic: two experts share rows", "backends/mosaic_rows.py", "jnp.minimum(rows, GROUP) * experts - expert", "rows * 0 - expert", ("tests/test_mosaic.py", "-k", "lie_together")),

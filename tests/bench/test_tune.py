@@ -51,7 +51,17 @@ def test_lower_bound_of_tiles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "block_m", "rows"), [(0, 160, 0), (128, 160, 128), (129, 160, 160), (300, 160, 320), (7, 64, 64)]
+    ("count", "block_m", "rows"),
+    [
+        (0, 160, 0),
+        (128, 160, 128),
+        (129, 160, 144),
+        (144, 160, 144),
+        (145, 160, 160),
+        (300, 160, 304),
+        (7, 64, 64),
+        (40, 48, 48),
+    ],
 )
 def test_a_tall_tile_multiplies_its_tail_where_that_has_slots(count: int, block_m: int, rows: int) -> None:
     assert prune._rows_of_tiles(count, block_m) == rows
