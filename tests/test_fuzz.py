@@ -85,9 +85,9 @@ def test_regression(path: Path) -> None:
 def test_drawn_programs_cover_the_spec(backend: str) -> None:
     """Whatever the backend accepts of it; and all that is drawn is accepted."""
     module = backends.load(backend)
-    asked = options(backend, examples=100, draws=1, interpret=False)
+    asked = options(backend, examples=200, draws=1, interpret=False)
     drawn = [program for program, _ in campaign.tasks(backend, asked)]
-    assert len(set(drawn)) == 100
+    assert len(set(drawn)) == 200
     assert all(module.unsupported(p.problem, p.config) is None for p in drawn)
     problems = [p.problem for p in drawn]
     assert len({(p.dtype, p.activation, p.scale_layout) for p in problems} & set(programs.KINDS)) == 10
