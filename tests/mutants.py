@@ -135,7 +135,6 @@ MUTANTS = (
     Mutant("half tail: a tail of one slot not seen", TRITON, "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots)", "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + 1) < slots)", half_tails(T)),
     Mutant("half tail: taken for a slot too many", TRITON, "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + HALF) < slots)", "(tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + HALF + 1) < slots)", half_tails(T)),
     Mutant("half tail: has the head's slots", TRITON, "half_slot = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS +", "half_slot = tl.load(sorted_slot_ptr + row * BLOCK_M +", half_tails(T)),
-    Mutant("half tail: of fewer rows than hold slots", "backends/triton_launch.py", "return half if half >= 16 else 0", "return half // 2 if half >= 16 else 0", half_tails(T)),
     # The Pallas kernel, Triton lowering
     Mutant("pallas: skipped tile", PALLAS, "pl.when(pid < tiles * parts)(one_tile)", "pl.when(pid < tiles * parts - 1)(one_tile)", gemm("pallas-triton", "ragged and fp16 and not row")),
     Mutant("pallas: last band not cut", PALLAS, "rows = jnp.minimum(group_m, tile_rows - first_row)", "rows = jnp.int32(group_m)", ("tests/test_tile_order.py", "-k", "pallas_equals and pallas-triton")),
