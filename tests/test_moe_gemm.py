@@ -37,7 +37,7 @@ def spared(backend: str, name: str, variant: int, order: int) -> bool:
     if backend == "torch-triton":
         return False
     if name in cases.FULL:
-        return (variant + order) % (3 if backend == "pallas-mosaic" else 2) != 0
+        return (variant + order) % (3 if backend.startswith("pallas") else 2) != 0
     pallas = backend.startswith("pallas") and not HAS_GPU
     if name.startswith("integers"):
         return variant % 2 != (name == "integers-wide-k")
