@@ -27,12 +27,11 @@ from jax.experimental.pallas import triton as plt
 from backends.pallas_prepare import (
     Refs,
     bucket_of,
-    count_bucket,
+    count_with_scaling,
     counts_of,
     fill,
     for_slots_of,
     launch,
-    launch_with_scaling,
     rows_of_bucket,
     scale_token,
     scatter,
@@ -113,12 +112,8 @@ def sort_rows(
     problem: Problem, order: str, config: Config, interpret: bool,
 ) -> Rows:  # fmt: skip
     """One row per slot, those of an expert together. Arguments as `prepare`."""
-    popular, block_m, buckets = order == "popular", config.block_m, problem.experts + 1
-    counted = launch_with_scaling(
-        lambda ref, bucket: count_bucket(ref, bucket, problem),
-        buckets, {"counts": jax.ShapeDtypeStruct((buckets,), jnp.int32)}, x, topk_ids, problem,
-        name=NAME, num_warps=4, interpret=interpret,
-    )  # fmt: skip
+    popular, block_m = order == "popular", config.block_m
+    counted = count_with_scaling(x, topk_ids, problem, name=NAME, interpret=interpret)
     x = counted.pop("x")
 
     tile_rows = problem.max_tile_rows(block_m)
@@ -141,7 +136,7 @@ def sort_rows(
 
     rows = launch(
         lambda ref, bucket: sort_bucket(ref, bucket, problem, block_m),
-        buckets, given, made, name=NAME, num_warps=4, interpret=interpret,
+        problem.experts + 1, given, made, name=NAME, num_warps=4, interpret=interpret,
     )  # fmt: skip
     found = launch(
         lambda ref, row: copy_row(ref, row, lax.div(ref["slot_of"][row], problem.top_k)),
@@ -157,10 +152,8 @@ def sort_bucket(ref: Refs, bucket: jax.Array, problem: Problem, block_m: int) ->
     popular, (x_rows,), (max_tile_rows,) = "tile_span" in ref, ref["slot_of"].shape, ref["tile_expert"].shape
     first_row, own_rows, own_count = rows_of_bucket(ref, bucket, problem, block_m, popular=popular)
     every, counts = counts_of(ref, problem)
-    rows, place = _rows_and_place(counts, every, problem.experts)
-    earlier = place > jnp.sum(jnp.where(every == bucket, place, 0))
+    first, rows = rows_of_x(every, counts, bucket, problem.experts)
     last = bucket == problem.experts
-    first = jnp.sum(jnp.where((every < problem.experts) & (last | earlier), rows, 0))
     # Rows of other experts before it in its first group; a bucket without slots has neither.
     shared = jnp.where(last | (own_count == 0), 0, lax.rem(first, GROUP))
     first_position = first_row * block_m + shared
@@ -215,26 +208,22 @@ def copy_row(ref: Refs, row: jax.Array, token: jax.Array) -> None:
         store(ref["sorted"], (row, k), load(ref["x"], (token, k), k < size), k < columns)
 
 
-def first_rows(counts: jax.Array) -> jax.Array:
-    """Row at which the slots of each expert begin, for `counts` (E,) of them: int32.
+def rows_of_x(every: jax.Array, counts: jax.Array, bucket: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+    """Row of x at which the slots of `bucket` begin, and how many rows each has, for the `counts` of buckets `every`.
 
     Experts have 0, 1, 2, 4 rows or a multiple of GROUP, and those of most come first: so each begins at a multiple of
-    what it has, and none of up to GROUP slots is in two groups.
+    what it has, and none of up to GROUP slots is in two groups. Bucket E, `experts`, begins behind them.
     """
-    rows, place = _rows_and_place(counts, jnp.arange(counts.size, dtype=jnp.int32), counts.size)
-    return jnp.sum(jnp.where(place[None, :] > place[:, None], rows[None, :], 0), axis=1, dtype=jnp.int32)
-
-
-def _rows_and_place(counts: jax.Array, expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Rows that experts of `counts` slots have, and numbers that are larger the earlier these rows come."""
     rows = (counts + (GROUP - 1)) & -GROUP
     for few in (4, 2, 1, 0):
         rows = jnp.where(counts <= few, few, rows)
-    return rows, jnp.minimum(rows, GROUP) * experts - expert  # of each size, those of the lowest numbers first
+    place = jnp.minimum(rows, GROUP) * experts - every  # of each size, those of the lowest numbers first
+    earlier = place > jnp.sum(jnp.where(every == bucket, place, 0))
+    return jnp.sum(jnp.where((every < experts) & ((bucket == experts) | earlier), rows, 0)), rows
 
 
 def most_rows(problem: Problem) -> int:
-    """Rows that `first_rows` gives out at most, a multiple of GROUP: 16 for 9 slots is the worst ratio, and none of the
+    """Rows that `rows_of_x` gives out at most, a multiple of GROUP: 16 for 9 slots is the worst ratio, and none of the
     experts has GROUP rows more than slots."""
     experts = min(problem.experts, problem.slots)
     return ceil_div(min(16 * problem.slots // 9, problem.slots + (GROUP - 1) * experts), GROUP) * GROUP

@@ -104,6 +104,18 @@ def launch_with_scaling(
     return found | {"x": found.pop("scaled", x)}
 
 
+def count_with_scaling(
+    x: jax.Array, topk_ids: jax.Array, problem: Problem, *, name: str, interpret: bool
+) -> dict[str, jax.Array]:
+    """As `launch_with_scaling`, of planners that count: "counts" (E + 1,) int32, the slots of each bucket."""
+    buckets = problem.experts + 1
+    return launch_with_scaling(
+        lambda ref, bucket: count_bucket(ref, bucket, problem),
+        buckets, {"counts": jax.ShapeDtypeStruct((buckets,), jnp.int32)}, x, topk_ids, problem,
+        name=name, num_warps=4, interpret=interpret,
+    )  # fmt: skip
+
+
 def program_of(programs: int) -> jax.Array:
     """This program's number. Programs may run in any order; tests have the interpreter's take theirs the other way."""
     del programs

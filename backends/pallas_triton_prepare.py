@@ -23,7 +23,7 @@ from backends.pallas_prepare import (
     FILL_CHUNK,
     Refs,
     bucket_of,
-    count_bucket,
+    count_with_scaling,
     fill,
     for_slots_of,
     launch,
@@ -49,7 +49,7 @@ def prepare(
 
     popular: tile rows come by falling popularity of their experts: `popularity` (E,) int32, or None: the slot counts.
     """
-    rows, buckets = problem.max_tile_rows(block_m), problem.experts + 1
+    rows = problem.max_tile_rows(block_m)
     sizes: dict[str, tuple[int, ...]] = {"sorted_slot": (rows * block_m,), "tile_expert": (rows,), "tile_rows": (1,)}
     if popular:
         sizes["tile_span"] = (rows, 2)
@@ -59,17 +59,13 @@ def prepare(
             lambda ref, _: plan_slots(ref, problem, block_m, interpret),
             1, plan, x, topk_ids, problem, name=NAME, num_warps=8, interpret=interpret,
         )  # fmt: skip
-    counted = launch_with_scaling(
-        lambda ref, bucket: count_bucket(ref, bucket, problem),
-        buckets, {"counts": jax.ShapeDtypeStruct((buckets,), jnp.int32)}, x, topk_ids, problem,
-        name=NAME, num_warps=4, interpret=interpret,
-    )  # fmt: skip
+    counted = count_with_scaling(x, topk_ids, problem, name=NAME, interpret=interpret)
     given = {"topk_ids": topk_ids.reshape(-1), "counts": counted.pop("counts")}
     if popularity is not None:
         given["popularity"] = popularity
     planned = launch(
         lambda ref, bucket: plan_bucket(ref, bucket, problem, block_m),
-        buckets, given, plan, name=NAME, num_warps=4, interpret=interpret,
+        problem.experts + 1, given, plan, name=NAME, num_warps=4, interpret=interpret,
     )  # fmt: skip
     return counted | planned
 

@@ -65,3 +65,13 @@ def check(y: np.ndarray, data: Data, rounded_parts: int = 1) -> None:
 def where(mask: np.ndarray) -> list[int]:
     """[token, j, channel] of the first element."""
     return [int(i) for i in np.argwhere(mask)[0]]
+
+
+def run_programs_backwards(patch: pytest.MonkeyPatch) -> None:
+    """Pallas's interpreter takes the programs of a launch before the GEMM from the last one to the first: nothing may
+    hang on their order, which a GPU does not keep."""
+    from jax.experimental import pallas as pl
+
+    from backends import pallas_prepare
+
+    patch.setattr(pallas_prepare, "program_of", lambda programs: programs - 1 - pl.program_id(0))

@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jax.experimental import pallas as pl
 
 import backends
-from backends import mosaic_config, mosaic_rows, pallas_mosaic, pallas_prepare
+from backends import mosaic_config, mosaic_rows, pallas_mosaic
 from shared import models
 from shared.config import Config
 from shared.problem import Problem
 from tests import cases
 from tests.cases import CASES, build
-from tests.execute import check, run
+from tests.execute import check, run, run_programs_backwards
 from tests.where import HAS_GPU, NUMERICS
 
 BACKEND = "pallas-mosaic"
@@ -87,7 +86,9 @@ def test_all_tokens_in_one_box(ids: str, variant: str, order: str) -> None:
 @settings(max_examples=100, deadline=None)
 def test_rows_of_an_expert_lie_together_in_few_groups(counts: np.ndarray) -> None:
     """No two experts share a row, those of up to a group's slots lie in one, and all fit what is allocated."""
-    first = np.asarray(jax.jit(mosaic_rows.first_rows)(jnp.asarray(counts)))
+    experts = jnp.arange(counts.size, dtype=jnp.int32)
+    begin = jax.vmap(lambda e: mosaic_rows.rows_of_x(experts, jnp.asarray(counts), e, counts.size)[0])
+    first = np.asarray(begin(experts))
     group = mosaic_rows.GROUP
     taken = np.concatenate([f + np.arange(c) for f, c in zip(first, counts, strict=True)])
     assert np.unique(taken).size == counts.sum()
@@ -107,7 +108,7 @@ def test_tiles_find_the_rows_of_their_slots(popular: bool, backwards: bool, monk
     launch run from the last one to the first, so that nothing hangs on their order.
     """
     if backwards:
-        monkeypatch.setattr(pallas_prepare, "program_of", lambda programs: programs - 1 - pl.program_id(0))
+        run_programs_backwards(monkeypatch)
     counts, block_m = (2, 0, 1, 20, 3, 9, 5, 8), 16
     rng = np.random.default_rng(5)
     ids = rng.permutation(np.repeat(np.arange(-1, len(counts), dtype=np.int32), (4, *counts)))[:, None]

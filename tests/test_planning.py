@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from shared.planning import Plan, expert_counts, plan, tile_rows_in_use
 from shared.problem import Problem
+from tests.execute import run_programs_backwards
 from tests.where import HAS_GPU, NUMERICS
 
 BLOCK_M = st.sampled_from([16, 32, 64, 128])
@@ -182,21 +183,17 @@ def triton_plan(
 
 
 @functools.cache
-def _pallas_prepare(
-    problem: Problem, block_m: int, popular: bool, few_slots: int | None, backwards: bool
-) -> Callable[..., Any]:
+def _pallas_prepare(problem: Problem, block_m: int, popular: bool, backwards: bool) -> Callable[..., Any]:
     """pallas-triton's `prepare` under jax.jit: (x, topk_ids, popularity) -> arrays by name."""
     import jax
-    from jax.experimental import pallas as pl
 
-    from backends import pallas_prepare, pallas_triton_prepare
+    from backends import pallas_triton_prepare
 
     def traced(x: Any, ids: Any, popularity: Any) -> dict[str, Any]:
         with pytest.MonkeyPatch.context() as patch:
-            if few_slots is not None:
-                patch.setattr(pallas_triton_prepare, "FEW_SLOTS", few_slots)
             if backwards:
-                patch.setattr(pallas_prepare, "program_of", lambda programs: programs - 1 - pl.program_id(0))
+                patch.setattr(pallas_triton_prepare, "FEW_SLOTS", 0)
+                run_programs_backwards(patch)
             return pallas_triton_prepare.prepare(
                 x, ids, popularity, problem, block_m, popular=popular, interpret=not HAS_GPU
             )
@@ -205,20 +202,17 @@ def _pallas_prepare(
 
 
 def pallas_plan(
-    ids: np.ndarray, experts: int, block_m: int, popularity: Popularity = None, *, few_slots: int | None = None,
-    backwards: bool = False,
-) -> Plan:  # fmt: skip
-    """pallas-triton's plan, without scaling; arguments as `triton_plan`.
-
-    backwards: the interpreter runs a launch's programs from the last one to the first
-    """
+    ids: np.ndarray, experts: int, block_m: int, popularity: Popularity = None, *, backwards: bool = False
+) -> Plan:
+    """pallas-triton's plan, without scaling. backwards: by a program a bucket however few the slots, and the
+    interpreter runs them from the last one to the first."""
     import jax
 
     problem = Problem(tokens=ids.shape[0], experts=experts, n=1, k=1, top_k=ids.shape[1])
     popular = popularity is not None
     heat = jax.numpy.asarray(popularity) if isinstance(popularity, np.ndarray) else None
     x = jax.numpy.zeros((ids.shape[0], 1), "bfloat16")
-    made = _pallas_prepare(problem, block_m, popular, few_slots, backwards)(x, jax.numpy.asarray(ids), heat)
+    made = _pallas_prepare(problem, block_m, popular, backwards)(x, jax.numpy.asarray(ids), heat)
     names = ["sorted_slot", "tile_expert", "tile_rows", *(["tile_span"] if popular else [])]
     assert sorted(made) == sorted([*names, "x"]), "only order popular pays for tile_span"
     span = made["tile_span"] if popular else plan(ids, experts, block_m).tile_span
@@ -239,7 +233,7 @@ TRITON_PLANNERS = {"triton": triton_plan, "triton-buckets": functools.partial(tr
 """As it is used, and with a program a bucket however few the slots."""
 PALLAS_PLANNERS = {
     "pallas": pallas_plan,
-    "pallas-backwards": functools.partial(pallas_plan, few_slots=0, backwards=True),
+    "pallas-backwards": functools.partial(pallas_plan, backwards=True),
 }
 PLANNERS = {**TRITON_PLANNERS, **PALLAS_PLANNERS}
 EVERY_PLANNER = pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS.keys())
