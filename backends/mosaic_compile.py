@@ -3,7 +3,7 @@
 JAX lowers such a kernel to MLIR for an abstract device; the rest of the compiler (MLIR to PTX) lives in JAX's CUDA
 plugin and asks the driver for one thing only, the compute capability of the current device. A child process therefore
 runs it beside a driver library of five functions, built here with the system's C compiler, whose device is a Hopper
-GPU. The child writes the PTX and ends; nothing in this process loads that library.
+GPU. The child, which imports no JAX, writes the PTX and ends; nothing in this process loads that library.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
+import jax.experimental.mosaic.gpu  # tells the child, in the environment, where ptxas and libdevice are
 
 from backends import xla_compile
 from backends.compiled import Compiled, compile_ptx
@@ -34,12 +35,10 @@ int cuGetErrorString(int error, const char **text) { *text = "no driver: compili
 
 _CHILD = """
 import ctypes, sys
-import jax_plugins.xla_cuda13 as plugin
-import jax.experimental.mosaic.gpu  # sets where the compiler finds ptxas and libdevice
-library = ctypes.CDLL(str(plugin._get_library_path()))
+library = ctypes.CDLL(sys.argv[1])
 library.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
 library.MosaicGpuCompile.restype = ctypes.c_void_p
-module = open(sys.argv[1], "rb").read()
+module = open(sys.argv[2], "rb").read()
 library.MosaicGpuCompile(module, len(module))
 """
 
@@ -79,11 +78,9 @@ def _ptx(module: bytes) -> str:
             ),
             "MOSAIC_GPU_DUMP_PTX": "1",
             "MOSAIC_GPU_DUMP_TO": folder,
-            "JAX_PLATFORMS": "cpu",
         }
-        child = subprocess.run(
-            [sys.executable, "-c", _CHILD, str(source)], env=environment, capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, "-c", _CHILD, xla_compile.plugin_library(), str(source)]
+        child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         written = list(Path(folder).glob("*.ptx"))
         if not written:
             raise RuntimeError(f"Mosaic GPU's compiler wrote no PTX: {(child.stderr + child.stdout).strip()[-2000:]}")

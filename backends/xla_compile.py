@@ -7,7 +7,7 @@ GPU run would load: XLA brings its own Triton, whose version is not that of the 
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +82,7 @@ def compile_kernel(function: Callable[..., Any], arguments: Sequence[jax.ShapeDt
         options.env_option_overrides = [
             ("xla_dump_to", folder),
             ("xla_dump_hlo_as_text", True),
-            ("xla_dump_emitter_re", ".*"),  # writes the PTX
+            ("xla_dump_emitter_re", "ptx"),  # every pass (".*") would be 40 MB of text and take ten times as long
             ("xla_gpu_autotune_level", "0"),  # there is no device to time on
         ]
         devices[0].client.compile(module, _jax.DeviceList(tuple(devices[:1])), options)
@@ -106,16 +106,14 @@ def _devices() -> list[Any]:
         topology = xla_bridge.make_pjrt_topology("cuda", "h100", **options)
     except NotImplementedError:
         # JAX registers the plugin only where a CUDA driver answers; its compiler needs none.
-        plugin = next(
-            (
-                found
-                for name in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-                if importlib.util.find_spec(name) and (found := importlib.import_module(name))
-            ),
-            None,
-        )
-        if plugin is None:
-            raise RuntimeError("JAX's CUDA plugin is not installed; install jax[cuda13]") from None
-        api = xla_client.load_pjrt_plugin_dynamically("cuda", str(plugin._get_library_path()))
+        api = xla_client.load_pjrt_plugin_dynamically("cuda", plugin_library())
         topology = xla_client.make_c_api_device_topology(api, "h100", **options)
     return topology._make_compile_only_devices()
+
+
+def plugin_library() -> str:
+    """Path of JAX's CUDA plugin, the library that has its compilers. Raises RuntimeError where it is not installed."""
+    for name in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
+        if importlib.util.find_spec(name):
+            return str(importlib.import_module(name)._get_library_path())
+    raise RuntimeError("JAX's CUDA plugin is not installed; install jax[cuda13]")
