@@ -30,8 +30,6 @@ def unsupported(problem: Problem, config: Config) -> str | None:
         return "config.swap_ab: got False; allowed: True (the weights are always wgmma's left operand here)"
     if config.num_warps not in (4, 8):
         return f"config.num_warps: got {config.num_warps}; allowed: 4, 8 (warp-groups of four warps that multiply)"
-    if config.wave:
-        return f"config.wave: got {config.wave}; allowed: 0 (thread blocks live as long as the kernel here)"
     if config.ping_pong and config.num_warps != 8:
         return f"config.num_warps: got {config.num_warps} with ping_pong; allowed: 8 (two warp-groups take turns)"
     if config.ping_pong and config.split_k > 1:

@@ -34,7 +34,7 @@ from backends.pallas_prepare import lowering_through_triton, signature_of
 from backends.pallas_triton_ops import atomic_add, dot_fp8, load
 from backends.pallas_triton_prepare import prepare
 from backends.pallas_triton_rows import reduce_parts, zeros
-from backends.triton_launch import gemm_grid, half_tail, not_in_triton, tail_rows, warp_group
+from backends.triton_launch import half_tail, not_in_triton, tail_rows, warp_group
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
 
@@ -72,27 +72,24 @@ def locate_tile(
 
 def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -> None:
     """One output tile, or one part of K of it. `ref` holds the refs of `_operands` by name, and "y" (`_output`)."""
-    block_m, block_k = config.block_m, config.block_k
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     n_size, k_size, slots = problem.n, problem.k, problem.slots
     parts, how = config.parts(k_size), config.reduction_of(problem.k)
     sums_only = how in ("two-pass", "atomic-fp32")  # scaled once they are added
 
     # Locate tile
     pid = pl.program_id(0)
-    tile_cols = problem.tile_cols(config.block_n)
+    tile_cols = problem.tile_cols(block_n)
     # Where a tile is does not depend on tile_rows in row order, so nothing waits for that: there are programs for the
     # most tile rows, and those past the ones in use have no expert and no slots.
-    waits_for_nothing = order == "row" and config.wave == 0
-    tile_rows: Any = problem.max_tile_rows(block_m) if waits_for_nothing else ref["tile_rows"][0]
+    tile_rows: Any = problem.max_tile_rows(block_m) if order == "row" else ref["tile_rows"][0]
     tiles = tile_rows * tile_cols
 
-    def locate(tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Tile row and first channel."""
+    def one_tile() -> None:
+        # All tiles' first parts, then all second parts, ...: triton_kernel.py says why.
+        part, tile = (0, pid) if parts == 1 else (lax.div(pid, tiles), lax.rem(pid, tiles))
         row, col = locate_tile(tile, tile_rows, tile_cols, order, config.group_m, ref.get("tile_span"))
-        return row, col * config.block_n
 
-    def compute_tile(row: jax.Array, first_n: jax.Array, block_n: int, part: Any = 0) -> None:
-        """A tile, or a half of one: block_n channels from first_n on."""
         # Whose rows these are: those of a power of two and, of a tall tile, its tail
         tail, half = tail_rows(block_m), half_tail(block_m)
         head = block_m - tail
@@ -108,7 +105,7 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
             half_slot = ref["sorted_slot"][pl.ds(row * block_m + head, half)]
             half_tall = short & (ref["sorted_slot"][row * block_m + head] < slots)
             short = short & jnp.logical_not(half_tall)
-        n = first_n + lax.iota(jnp.int32, block_n)
+        n = col * block_n + lax.iota(jnp.int32, block_n)
 
         def store(slot: jax.Array, y: jax.Array) -> None:
             valid = (slot < slots)[:, None] & (n < n_size)[None, :]
@@ -151,7 +148,7 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
                     weights.append((w, k, k_valid))
                 block_scale = None
                 if problem.scale_layout == "block":
-                    block_scale = _block_scale(ref["w_scale"], expert, first_n, index * block_k, block_n, config)
+                    block_scale = _block_scale(ref["w_scale"], expert, col * block_n, index * block_k, config)
                 sums = list(accs)
                 for w, k, k_valid in weights:
                     for i, (of, valid) in enumerate(zip(token, row_valid, strict=True)):
@@ -197,25 +194,10 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
                 for slot in slots_of:
                     store(slot, jnp.zeros((slot.size, block_n), jnp.float32))
 
-    if config.wave:
-        # Where the last wave would leave half of the GPU idle or more, two programs share each of its tiles.
-        rest = lax.rem(tiles, config.wave)
-        halved = jnp.where(2 * rest <= config.wave, rest, 0)
-        whole = tiles - halved
-        pl.when(pid < whole)(lambda: compute_tile(*locate(pid), config.block_n))
-
-        @pl.when((pid >= whole) & (pid < tiles + halved))
-        def _half() -> None:
-            row, first_n = locate(whole + lax.div(pid - whole, 2))
-            compute_tile(row, first_n + lax.rem(pid - whole, 2) * (config.block_n // 2), config.block_n // 2)
+    if order == "row":
+        one_tile()
     else:
-
-        def one_tile() -> None:
-            # All tiles' first parts, then all second parts, ...: triton_kernel.py says why.
-            part, tile = (0, pid) if parts == 1 else (lax.div(pid, tiles), lax.rem(pid, tiles))
-            compute_tile(*locate(tile), config.block_n, part)
-
-        one_tile() if waits_for_nothing else pl.when(pid < tiles * parts)(one_tile)
+        pl.when(pid < tiles * parts)(one_tile)
 
 
 def _in_halves(problem: Problem, config: Config) -> bool:
@@ -248,9 +230,7 @@ def _dot(left: jax.Array, right: jax.Array, acc: jax.Array) -> jax.Array:
     return acc + lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _block_scale(
-    w_scale: Any, expert: jax.Array, n: jax.Array, k: jax.Array, block_n: int, config: Config
-) -> jax.Array:
+def _block_scale(w_scale: Any, expert: jax.Array, n: jax.Array, k: jax.Array, config: Config) -> jax.Array:
     """Scale of the partial sums of a step that begins at channel n and at k: a scalar, or one value a channel.
 
     block_k divides 128 and block_n divides 128 or is a multiple, so a step lies in one column of scale blocks and in
@@ -260,8 +240,8 @@ def _block_scale(
     _, rows, _ = w_scale.shape
     first, column = lax.div(n, SCALE_BLOCK), lax.div(k, SCALE_BLOCK)
     scale = w_scale[expert, first, column]
-    channel = lax.iota(jnp.int32, block_n)
-    for i in range(1, block_n // SCALE_BLOCK):
+    channel = lax.iota(jnp.int32, config.block_n)
+    for i in range(1, config.block_n // SCALE_BLOCK):
         next_scale = w_scale[expert, jnp.minimum(first + i, rows - 1), column]
         scale = jnp.where(channel < i * SCALE_BLOCK, scale, next_scale)
     return scale if scale.ndim == 0 else _of_channels(scale, config)
@@ -332,11 +312,16 @@ def _launch(
     return pl.pallas_call(
         moe_gemm_pallas_triton,
         out_shape=_output(problem, config),
-        grid=(gemm_grid(problem, order, config),),
+        grid=(_programs(problem, config),),
         input_output_aliases=aliases,
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
     )(*operands)
+
+
+def _programs(problem: Problem, config: Config) -> int:
+    """The most tiles that any routing can need, times the parts of K."""
+    return problem.max_tile_rows(config.block_m) * problem.tile_cols(config.block_n) * config.parts(problem.k)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "order", "config", "interpret"))
@@ -446,7 +431,7 @@ def unsupported(problem: Problem, config: Config) -> str | None:
             f"config: got {config}, which needs {needed} bytes of shared memory ({config.num_stages} stages); "
             f"allowed: {SHARED_BYTES}"
         )
-    programs = gemm_grid(problem, "row", config)
+    programs = _programs(problem, config)
     if programs >= 2**31:
         return f"config: got {config}, which needs {programs} programs; allowed: 2147483647"
     return None

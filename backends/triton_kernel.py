@@ -240,17 +240,69 @@ def gemm_tile(
         store(y_ptr, tail_acc.T if SWAP_AB else tail_acc, tail_slot, slots, n, N, REDUCTION)
 
 
-@triton.jit
-def compute_tile(
-    row, first_n, part,
-    x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, topk_weight_ptr, sorted_slot_ptr, tile_expert_ptr, y_ptr, slots,
-    x_stride: tl.constexpr, w_stride_e: tl.constexpr, w_stride_n: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    TOP_K: tl.constexpr, SCALES: tl.constexpr, QUANTISED_X: tl.constexpr, SCALED_X: tl.constexpr,
-    ROUTING_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, TAIL: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr, PARTS: tl.constexpr,
-    REDUCTION: tl.constexpr, W_WORDS: tl.constexpr,
-):  # fmt: skip
-    """A tile, or a half of one: tile row `row`, BLOCK_N channels from first_n on. part: of K."""
+@triton.jit(do_not_specialize=["slots"])
+def moe_gemm_kernel(
+    x_ptr,  # (T, K), rows x_stride apart
+    w_ptr,  # (E, N, K), K contiguous
+    w_scale_ptr,  # (E, N) or (E, ceil(N/128), ceil(K/128)); not read without FP8
+    x_scale_ptr,  # (T,); not read unless SCALED_X
+    topk_weight_ptr,  # (T * top_k,); not read unless ROUTING_WEIGHT
+    sorted_slot_ptr,  # (max_tile_rows * BLOCK_M,)
+    tile_expert_ptr,  # (max_tile_rows,)
+    tile_rows_ptr,  # (1,)
+    tile_span_ptr,  # (max_tile_rows, 2); not read unless ORDER is "popular"
+    y_ptr,  # (S, N); with REDUCTION "two-pass" float32 (PARTS, S, N), with "atomic-fp32" float32 (S, N)
+    slots,  # S = T * top_k
+    x_stride: tl.constexpr,
+    w_stride_e: tl.constexpr,
+    w_stride_n: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCALES: tl.constexpr,  # "none", "channel", "block"
+    QUANTISED_X: tl.constexpr,  # x is e4m3
+    SCALED_X: tl.constexpr,  # x has a scale a token
+    ROUTING_WEIGHT: tl.constexpr,
+    ORDER: tl.constexpr,
+    PUBLISHED_GRID_M: tl.constexpr,  # only for ORDER "published-2024"
+    BLOCK_M: tl.constexpr,
+    TAIL: tl.constexpr,  # rows of a tile past its largest power of two, a power of two themselves, or 0
+    HALF: tl.constexpr,  # rows of the tail that are multiplied alone where no others of it hold slots, or 0
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+    PARTS: tl.constexpr,  # of K
+    REDUCTION: tl.constexpr,  # "none" with one part
+    W_WORDS: tl.constexpr,  # e4m3 weights are read as 32-bit words; x's values come in the order of their halves
+):
+    # Locate tile
+    pid = tl.program_id(0)
+    tile_cols: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tile_rows = tl.load(tile_rows_ptr)
+    part = 0
+    if ORDER == "published-2024":
+        tl.static_assert(PARTS == 1)
+        row, col = locate_tile(pid, PUBLISHED_GRID_M, tile_cols, tile_span_ptr, ORDER, GROUP_M)
+        if (row >= tile_rows) | (col >= tile_cols):
+            return
+    else:
+        if ORDER == "row":
+            # Where a tile is does not depend on tile_rows here, so nothing waits for that: there are programs for the
+            # most tile rows, and those past the ones in use have no expert and no slots.
+            tiles = tl.num_programs(0) // PARTS
+        else:
+            tiles = tile_rows * tile_cols
+            if pid >= tiles * PARTS:
+                return
+        # All tiles' first parts, then all second parts, ...: neighbours in the order share what they would share
+        # without parts, programs that add to the same elements are far apart, and the last part, which may have fewer
+        # steps, comes when the GPU runs empty.
+        if PARTS > 1:
+            part = pid // tiles
+            pid = pid % tiles
+        row, col = locate_tile(pid, tile_rows, tile_cols, tile_span_ptr, ORDER, GROUP_M)
+
     # Whose rows these are: loads that wait for nothing more come together. One branch on all that they tell, as a load
     # that only what is behind a branch reads is moved behind it, and would be waited for once more.
     ROWS: tl.constexpr = BLOCK_M - TAIL
@@ -264,7 +316,7 @@ def compute_tile(
     if HALF > 0:
         half_slot = tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS + tl.arange(0, HALF))
         half_tall = (expert >= 0) & (tl.load(sorted_slot_ptr + row * BLOCK_M + ROWS) < slots)
-    n = first_n + tl.arange(0, BLOCK_N)
+    n = col * BLOCK_N + tl.arange(0, BLOCK_N)
     if REDUCTION == "two-pass":
         y_ptr += tl.cast(part, tl.int64) * slots * N
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -300,99 +352,6 @@ def compute_tile(
         store(y_ptr, tl.zeros((ROWS, BLOCK_N), tl.float32), slot, slots, n, N, REDUCTION)
         if TAIL > 0:
             store(y_ptr, tl.zeros((TAIL, BLOCK_N), tl.float32), tail_slot, slots, n, N, REDUCTION)
-
-
-@triton.jit(do_not_specialize=["slots"])
-def moe_gemm_kernel(
-    x_ptr,  # (T, K), rows x_stride apart
-    w_ptr,  # (E, N, K), K contiguous
-    w_scale_ptr,  # (E, N) or (E, ceil(N/128), ceil(K/128)); not read without FP8
-    x_scale_ptr,  # (T,); not read unless SCALED_X
-    topk_weight_ptr,  # (T * top_k,); not read unless ROUTING_WEIGHT
-    sorted_slot_ptr,  # (max_tile_rows * BLOCK_M,)
-    tile_expert_ptr,  # (max_tile_rows,)
-    tile_rows_ptr,  # (1,)
-    tile_span_ptr,  # (max_tile_rows, 2); not read unless ORDER is "popular"
-    y_ptr,  # (S, N); with REDUCTION "two-pass" float32 (PARTS, S, N), with "atomic-fp32" float32 (S, N)
-    slots,  # S = T * top_k
-    x_stride: tl.constexpr,
-    w_stride_e: tl.constexpr,
-    w_stride_n: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SCALES: tl.constexpr,  # "none", "channel", "block"
-    QUANTISED_X: tl.constexpr,  # x is e4m3
-    SCALED_X: tl.constexpr,  # x has a scale a token
-    ROUTING_WEIGHT: tl.constexpr,
-    ORDER: tl.constexpr,
-    PUBLISHED_GRID_M: tl.constexpr,  # only for ORDER "published-2024"
-    BLOCK_M: tl.constexpr,
-    TAIL: tl.constexpr,  # rows of a tile past its largest power of two, a power of two themselves, or 0
-    HALF: tl.constexpr,  # rows of the tail that are multiplied alone where no others of it hold slots, or 0
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SWAP_AB: tl.constexpr,
-    WAVE: tl.constexpr,  # programs that run at once: a rest of up to half as many tiles is halved; 0: never
-    PARTS: tl.constexpr,  # of K
-    REDUCTION: tl.constexpr,  # "none" with one part
-    W_WORDS: tl.constexpr,  # e4m3 weights are read as 32-bit words; x's values come in the order of their halves
-):
-    # Locate tile
-    pid = tl.program_id(0)
-    tile_cols: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    tile_rows = tl.load(tile_rows_ptr)
-    part, side = 0, -1  # side: which half of a tile's channels; -1: all of them
-    if ORDER == "published-2024":
-        tl.static_assert(PARTS == 1)
-        row, col = locate_tile(pid, PUBLISHED_GRID_M, tile_cols, tile_span_ptr, ORDER, GROUP_M)
-        if (row >= tile_rows) | (col >= tile_cols):
-            return
-    else:
-        if ORDER == "row" and WAVE == 0:
-            # Where a tile is does not depend on tile_rows here, so nothing waits for that: there are programs for the
-            # most tile rows, and those past the ones in use have no expert and no slots.
-            tiles = tl.num_programs(0) // PARTS
-        else:
-            tiles = tile_rows * tile_cols
-        if WAVE > 0:
-            # Where the last wave would leave half of the GPU idle or more, two programs share each of its tiles.
-            rest = tiles % WAVE
-            halved = tl.where(2 * rest <= WAVE, rest, 0)
-            whole = tiles - halved
-            if pid >= tiles + halved:
-                return
-            if pid >= whole:
-                side = (pid - whole) % 2
-                pid = whole + (pid - whole) // 2
-        elif ORDER != "row":
-            if pid >= tiles * PARTS:
-                return
-        # All tiles' first parts, then all second parts, ...: neighbours in the order share what they would share
-        # without parts, programs that add to the same elements are far apart, and the last part, which may have fewer
-        # steps, comes when the GPU runs empty.
-        if PARTS > 1:
-            part = pid // tiles
-            pid = pid % tiles
-        row, col = locate_tile(pid, tile_rows, tile_cols, tile_span_ptr, ORDER, GROUP_M)
-
-    first_n = col * BLOCK_N
-    HALF_N: tl.constexpr = BLOCK_N // 2
-    if side >= 0:
-        compute_tile(
-            row, first_n + side * HALF_N, part,
-            x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, topk_weight_ptr, sorted_slot_ptr, tile_expert_ptr, y_ptr, slots,
-            x_stride, w_stride_e, w_stride_n, N, K, TOP_K, SCALES, QUANTISED_X, SCALED_X, ROUTING_WEIGHT,
-            BLOCK_M, TAIL, HALF, HALF_N, BLOCK_K, SWAP_AB, PARTS, REDUCTION, W_WORDS,
-        )  # fmt: skip
-    else:
-        compute_tile(
-            row, first_n, part,
-            x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, topk_weight_ptr, sorted_slot_ptr, tile_expert_ptr, y_ptr, slots,
-            x_stride, w_stride_e, w_stride_n, N, K, TOP_K, SCALES, QUANTISED_X, SCALED_X, ROUTING_WEIGHT,
-            BLOCK_M, TAIL, HALF, BLOCK_N, BLOCK_K, SWAP_AB, PARTS, REDUCTION, W_WORDS,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots"])

@@ -113,12 +113,11 @@ def reads_words(problem: Problem, config: Config, *, w_stride_e: int, w_stride_n
 
 
 def gemm_grid(problem: Problem, order: str, config: Config) -> int:
-    """Programs of one GEMM launch: the most tiles that any routing can need, times the parts of K, and a program more
-    for each tile of a last wave that two programs share."""
+    """Programs of one GEMM launch: the most tiles that any routing can need, times the parts of K."""
     tile_cols = problem.tile_cols(config.block_n)
     if order == PUBLISHED:
         return published_grid_m(problem, config) * tile_cols
-    return problem.max_tile_rows(config.block_m) * tile_cols * config.parts(problem.k) + config.wave // 2
+    return problem.max_tile_rows(config.block_m) * tile_cols * config.parts(problem.k)
 
 
 def published_grid_m(problem: Problem, config: Config) -> int:
@@ -150,7 +149,6 @@ def gemm_constants(
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
         "SWAP_AB": config.swap_ab,
-        "WAVE": config.wave,
         "PARTS": config.parts(problem.k),
         "REDUCTION": config.reduction_of(problem.k),
         "W_WORDS": words,

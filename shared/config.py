@@ -11,8 +11,6 @@ from shared.checks import ArgumentError, check_fields, check_name
 from shared.keys import Key
 
 MOST_STAGES = 16
-MOST_AT_ONCE = 4096
-"""Thread blocks: several for each multiprocessor of any GPU."""
 REDUCTIONS = ("two-pass", "atomic", "atomic-fp32")
 
 
@@ -39,10 +37,6 @@ class Config(Key):
                                order of the additions, and with it the last bits, varies from run to run
                 "atomic":      each part scaled, rounded to y's dtype and added to a zeroed y atomically: no second
                                kernel, but split_k roundings, and bits that vary from run to run
-    wave:       thread blocks that the GPU runs at once with this tile (a multiple of its multiprocessors). Where the
-                tiles past a multiple of it are half of it or fewer, two thread blocks share each of those, one half of
-                its columns each, so that the last wave takes half as long. 0: no tile is shared. pallas-mosaic, whose
-                thread blocks live as long as the kernel, has it not
     ping_pong:  two warp-groups multiply and take a thread block's tiles in turn, one storing its tile while the other
                 multiplies; False: they share each tile. pallas-mosaic alone has it
 
@@ -60,7 +54,6 @@ class Config(Key):
     split_k: int = 1
     reduction: str = "two-pass"
     ping_pong: bool = False
-    wave: int = 0
 
     def __post_init__(self) -> None:
         _check_integer("block_m", self.block_m)
@@ -87,22 +80,13 @@ class Config(Key):
         if not 1 <= self.split_k <= 64:
             raise ArgumentError(f"config.split_k: got {self.split_k}; allowed: 1 to 64")
         check_name("config.reduction", self.reduction, REDUCTIONS)
-        _check_integer("wave", self.wave)
-        if not 0 <= self.wave <= MOST_AT_ONCE:
-            raise ArgumentError(f"config.wave: got {self.wave}; allowed: 0 to {MOST_AT_ONCE}")
-        if self.wave and self.split_k > 1:
-            raise ArgumentError(
-                f"config.wave: got {self.wave} with split_k {self.split_k}; allowed: 0 (a split is for few tiles)"
-            )
-        if self.wave and self.block_n < 32:
-            raise ArgumentError(f"config.wave: got {self.wave} with block_n {self.block_n}; allowed: 0 below 32")
 
     def __str__(self) -> str:
         swap = " swap" if self.swap_ab else ""
         split = f" split{self.split_k} {self.reduction}" if self.split_k > 1 else ""
         return (
             f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages} g{self.group_m}"
-            f"{swap}{split}{' ping-pong' if self.ping_pong else ''}{f' wave{self.wave}' if self.wave else ''}"
+            f"{swap}{split}{' ping-pong' if self.ping_pong else ''}"
         )
 
     def to_json(self) -> str:
