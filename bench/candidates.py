@@ -16,7 +16,7 @@ FEW_TILES = 132
 """Below so many tiles of 64 channels, multiprocessors of an H200 would stand idle: narrower tiles are tried too."""
 TRITON_HEIGHTS = (16, 32, 48, 64, 80, 96, 128, 160, 192)
 """Rows of a tile: one or two blocks, each a power of two."""
-MOSAIC_HEIGHTS = (16, 32, 64, 96, 128, 160, 192, 256)
+MOSAIC_HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
 
 
 def candidates(problem: Problem, backend: str) -> list[Config]:
