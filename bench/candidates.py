@@ -89,11 +89,12 @@ def _triton_tiles(problem: Problem, block_m: int, swap_ab: bool) -> Iterator[Con
 def _mosaic_tiles(problem: Problem, block_m: int) -> Iterator[Config]:
     """Tiles of one and two warp-groups, each with the deepest pipelines of one to four thread blocks an SM.
 
-    Two share a tile or, where it is tall, take turns. K steps of 128 bytes of a weight row, in small tiles 256 as well.
+    Two share a tile or, where it is tall, take turns. K steps of 128 bytes of a weight row, in tiles of few rows 256 as
+    well.
     """
     small = block_m <= 32
     shapes = ((64, 4), (128, 4), (128, 8)) if block_m <= 64 else ((64, 4), (128, 8), (256, 8))
-    for step_bytes in (128, 256) if small else (128,):
+    for step_bytes in (128, 256) if block_m <= 64 else (128,):
         block_k = step_bytes // problem.w_itemsize
         tiles = [
             Config(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps)
