@@ -95,7 +95,7 @@ def _block(match: re.Match[str], by_gpu: dict[str, dict[str, Any]], folder: Path
 def _kernel_times(found: dict[str, Any]) -> str:
     """The table, and below it what it cannot show."""
     table = tables.markdown(tables.kernel_times(found))
-    notes = tables.notes(found)
+    notes = [*tables.notes(found), *tables.other_tiles(found)]
     if tables.OTHER_SOURCES in table:
         notes.append(f"{tables.OTHER_SOURCES} measured with other sources of the kernels than the time beside it")
     return "\n".join([table, *(f"\n{note}" for note in notes)])

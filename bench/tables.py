@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from backends import tuning
 from backends.registry import BACKENDS
 from bench import results
+from bench.cases import Row
 from shared.config import Config
 
 Table = tuple[list[str], list[list[str]]]
@@ -102,6 +105,19 @@ def notes(found: dict[str, Any]) -> list[str]:
         others = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
         lines.append(f"† {notice} ({ids[0]}{others})")
     return [*lines, *found.get("notices", ())]
+
+
+def other_tiles(found: dict[str, Any]) -> list[str]:
+    """A sentence where calls take other configs today than the backends' rows were measured with; [] where none do."""
+    changed: Counter[str] = Counter()
+    for row in found["rows"]:
+        if row["contender"] not in BACKENDS or (config := results.config_of(row)) is None:
+            continue
+        model, gemm, _, tokens, *rest = row["id"].split("/")
+        problem = Row.of(model, gemm, int(tokens.removeprefix("tokens-")), *rest).problem
+        changed[row["contender"]] += config != tuning.choose(problem, row["contender"], row["gpu"]).config
+    told = ", ".join(f"{count} of {name}" for name, count in changed.items() if count)
+    return [f"calls take other tiles today than these rows were measured with: {told}"] if told else []
 
 
 def skipped(found: dict[str, Any]) -> list[str]:

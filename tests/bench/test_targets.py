@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import backends
 from backends.registry import BACKENDS
-from bench import performance, report, results, tables, targets
+from bench import cases, performance, report, results, tables, targets
 from bench.__main__ import app
 from tests import made_up
 from tests.made_up import RUN, Found, Launched, missed, of, shards, slow, write
@@ -292,6 +294,22 @@ def test_whole_calls_stand_beside_their_kernels_and_torch_triton(found: Found) -
         r for r in found["rows"] if (r["case"], r["dtype"], r["contender"]) == (first["case"], "fp16", "torch-triton")
     )
     assert new[-1].endswith(f", {first['gpu_total_us'] / torchs['gpu_total_us']:.2f}")
+
+
+def test_rows_of_other_tiles_than_calls_take_are_counted(found: Found) -> None:
+    case = MIXTRAL.format(8)
+    rows = [*of(found, case, "fp8-w8a8"), *of(found, case, "fp16", "pallas-mosaic")]
+    by_id = {row.id: row for row in cases.rows("targets")}
+    for row in rows:
+        problem = by_id[row["id"]].problem
+        config = backends.config_for(problem, backend=row["contender"], gpu="NVIDIA H200")
+        row |= {"gpu": "NVIDIA H200", "config": dataclasses.asdict(config)}
+    assert tables.other_tiles(found) == []
+    for row in rows[-2:]:  # the last backend's, in both dtypes
+        row["config"] |= {"num_stages": row["config"]["num_stages"] + 1}
+    (told,) = tables.other_tiles(found)
+    assert told.endswith(": 2 of pallas-mosaic")
+    assert told in performance.environment(found)
 
 
 def test_the_note_shows_results_and_says_where_there_are_none(found: Found, launched: Launched, tmp_path: Path) -> None:
