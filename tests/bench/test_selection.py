@@ -108,12 +108,13 @@ def test_what_selects_something_goes_on_to_the_run(verb: str) -> None:
 
 
 @pytest.mark.usefixtures("no_run")
-def test_tune_refuses_texts_that_no_row_contains() -> None:
-    refused = CliRunner().invoke(app, ["tune", "--only", "mixtral and fp16", "--only", "gate_up"])
+def test_tune_refuses_texts_that_no_row_contains(tmp_path: Path) -> None:
+    command = ["tune", "--out", str(tmp_path / "tune.jsonl")]
+    refused = CliRunner().invoke(app, [*command, "--only", "mixtral and fp16", "--only", "gate_up"])
     assert refused.exit_code == 2, refused.exception
     assert "--only: got ['mixtral and fp16', 'gate_up'], which selects none of " in refused.stderr
     assert "/row/torch-triton" in refused.stderr
-    begun = CliRunner().invoke(app, ["tune", "--only", "nothing", "--only", "gate-up"])
+    begun = CliRunner().invoke(app, [*command, "--only", "nothing", "--only", "gate-up"])
     assert str(begun.exception) == "a run was begun"
 
 
