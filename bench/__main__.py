@@ -83,7 +83,19 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Run the benchmark suite on this GPU and print its table; without a GPU, the correctness matrix."""
+    options = {
+        "--set": which != "default",
+        "--shard": shard != "1/1",
+        "-k": keyword,
+        "--rounds": rounds is not None,
+        "--warm": warm,
+        "--routing": routing != "uniform",
+    }
+    options |= {"--clock": clock != "cupti", "--results": results_path, "--resume": resume}
     if source:
+        given = [name for name, on in (options | {"--full": full, "--rehearse": rehearse}).items() if on]
+        if given:
+            _fail(f"--from: prints whole files; got it beside {', '.join(given)}; allowed: --json alone")
         _print_tables(source, as_json)
         return
     if resume is not None:
@@ -103,15 +115,6 @@ def compare(
             raise ArgumentError(f"--rounds: got {rounds}; allowed: 1 or more")
     except ArgumentError as error:
         _fail(str(error))
-    options = {
-        "--set": which != "default",
-        "--shard": shard != "1/1",
-        "-k": keyword,
-        "--rounds": rounds is not None,
-        "--warm": warm,
-        "--routing": routing != "uniform",
-    }
-    options |= {"--clock": clock != "cupti", "--results": results_path, "--resume": resume}
     if not rehearse and not has_gpu():
         if keyword:  # what would be refused on a GPU is refused here
             _check_selection([f"--set={which}", f"--shard={shard}", f"--routing={routing}", "-k", keyword])
@@ -174,6 +177,8 @@ def report(
 
     if into is not None and not add:
         _fail("--into: says where --add puts a run; name the run with --add RUN.jsonl")
+    if check and add:
+        _fail("--check: changes nothing, and --add keeps a run; allowed: one of them")
     try:
         added = [results.add(run, name=run.stem, into=into) for run in add or []]
         changed = report.rewrite(check=check)

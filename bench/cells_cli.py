@@ -59,6 +59,8 @@ def rows(
 
     if source is not None and not source.exists():
         raise ArgumentError(f"--from: got {source}, which does not exist; allowed: a file of this command")
+    if source is not None and (given := [name for name, on in (("--out", out), ("--rehearse", rehearse)) if on]):
+        raise ArgumentError(f"--from: only prints; got it beside {' and '.join(given)}; allowed: -k and --json")
     if source is not None:
         return selection.select(read(source), keyword, lambda row: row["id"]) if keyword else read(source)
     selection.select(ids, keyword, str)

@@ -12,6 +12,7 @@ from backends import tuning
 from backends.registry import BACKENDS
 from bench import results
 from bench.cases import Row
+from shared.checks import ArgumentError
 from shared.config import Config
 
 Table = tuple[list[str], list[list[str]]]
@@ -111,13 +112,22 @@ def other_tiles(found: dict[str, Any]) -> list[str]:
     """A sentence where calls take other configs today than the backends' rows were measured with; [] where none do."""
     changed: Counter[str] = Counter()
     for row in found["rows"]:
-        if row["contender"] not in BACKENDS or (config := results.config_of(row)) is None:
-            continue
-        model, gemm, _, tokens, *rest = row["id"].split("/")
-        problem = Row.of(model, gemm, int(tokens.removeprefix("tokens-")), *rest).problem
-        changed[row["contender"]] += config != tuning.choose(problem, row["contender"], row["gpu"]).config
+        if row["contender"] in BACKENDS and (config := results.config_of(row)) is not None:
+            changed[row["contender"]] += config != (_config_today(row) or config)
     told = ", ".join(f"{count} of {name}" for name, count in changed.items() if count)
     return [f"calls take other tiles today than these rows were measured with: {told}"] if told else []
+
+
+def _config_today(row: dict[str, Any]) -> Config | None:
+    """What a call takes for a row of a backend; None for a layer that is not known, or is another one by now."""
+    try:
+        model, gemm, _, tokens, *rest = row["id"].split("/")
+        asked = Row.of(model, gemm, int(tokens.removeprefix("tokens-")), *rest)
+        if asked.case.name != row["case"]:
+            return None
+        return tuning.choose(asked.problem, row["contender"], row.get("gpu")).config
+    except (ArgumentError, TypeError, ValueError):
+        return None
 
 
 def skipped(found: dict[str, Any]) -> list[str]:

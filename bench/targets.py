@@ -232,6 +232,7 @@ def _flat(line: dict[str, Any]) -> dict[str, Any]:
         return line
     layer = "graph_layer_us" if line["backend"].startswith("torch") else "jit_layer_us"
     names = {"kernel_us": "kernel", "layer_kernel_us": "layer_kernel", "eager_steady_us": "steady", layer: "layer"}
+    names["layer_overhead_us"] = "layer_overhead"
     return line | {field: us.get(name) for field, name in names.items()}
 
 
@@ -406,12 +407,15 @@ def _call_lines(launched: Sequence[dict[str, Any]]) -> list[Line]:
 
 
 def _cost(row: dict[str, Any], field: str) -> Value:
-    """µs of a call that its kernel does not take: the kernel's time in that layer where there is one, else its own."""
+    """µs of a call that its kernel does not take. Of a layer of a step as `launch` has it, round by round; else by the
+    kernel's time in that layer where there is one, else its own."""
     name = " ".join(str(row[key]) for key in ("case", "dtype") if row.get(key))
     kernel = "kernel_us" if field == "eager_steady_us" or row.get("layer_kernel_us") is None else "layer_kernel_us"
     for needed in (field, kernel):
         if not isinstance(row.get(needed), (int, float)):
             return Value(name, None, str(row.get("failed") or f"{needed} is {row.get(needed)}"))
+    if field != "eager_steady_us" and row.get("layer_overhead_us") is not None:
+        return Value(name, row["layer_overhead_us"])
     return Value(name, row[field] - row[kernel])
 
 

@@ -6,6 +6,8 @@ from shared import orders
 from shared.checks import ArgumentError, check_name
 
 ORDERS = (*orders.ORDERS, "published-2024")
+MOST_TILES = 1 << 20
+"""Of a grid to be listed: more than any GEMM of the tables here has, a second's work."""
 
 
 def walk(
@@ -24,6 +26,8 @@ def walk(
     for name, value in (("tile-rows", tile_rows), ("tile-cols", tile_cols), ("group-m", group_m)):
         if value < 1:
             raise ArgumentError(f"{name}: got {value}; allowed: 1 or more")
+    if tile_rows * tile_cols > MOST_TILES:
+        raise ArgumentError(f"tile-rows: got {tile_rows} with tile-cols {tile_cols}; allowed: {MOST_TILES} tiles")
     if order == "published-2024":
         return [orders.published_2024(pid, tile_rows, tile_cols) for pid in range(tile_rows * tile_cols)]
     return list(orders.walk(order, tile_rows, tile_cols, group_m, expert_rows))

@@ -456,12 +456,28 @@ def test_one_file_holds_no_runs_that_differ(tmp_path: Path) -> None:
         ("tune", "--collect", "nothing.jsonl"),
         ("tune", "--collect", __file__),
         ("report", "--add", __file__, "--into", "h200"),
+        ("report", "--add", __file__, "--check"),
+        ("compare", "--from", __file__, "-k", "fp16", "--warm"),
+        ("launch", "--from", __file__, "--rehearse"),
+        ("variants", "--from", __file__, "--out", "b.jsonl"),
+        ("order", "--order", "row", "--tile-rows", "100000", "--tile-cols", "100000"),
     ],
 )
 def test_wrong_arguments_are_told_in_one_line(arguments: tuple[str, ...]) -> None:
     code, text = invoke(*arguments)
     assert code == 2
     assert len(text.strip().splitlines()) == 1, text
+
+
+def test_what_only_prints_says_beside_what(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a.jsonl")
+    assert invoke("compare", "--from", path)[0] == 0
+    code, text = invoke("compare", "--from", path, "--set", "targets", "--rounds", "5")
+    assert (code, "got it beside --set, --rounds" in text) == (2, True)
+    before = path.read_bytes()
+    code, text = invoke("report", "--check", "--add", path)
+    assert (code, "--check: changes nothing" in text) == (2, True)
+    assert path.read_bytes() == before
 
 
 def test_tuning_goes_on_behind_its_finished_cases(tmp_path: Path) -> None:

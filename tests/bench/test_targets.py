@@ -296,6 +296,19 @@ def test_whole_calls_stand_beside_their_kernels_and_torch_triton(found: Found) -
     assert new[-1].endswith(f", {first['gpu_total_us'] / torchs['gpu_total_us']:.2f}")
 
 
+def test_a_layer_of_a_step_costs_what_its_rounds_say(found: Found, launched: Launched) -> None:
+    """The median of the rounds' differences, which is not the difference of the medians; the worst one is named."""
+    for line in launched:
+        line |= {"layer_kernel_us": 100.0, "layer_overhead_us": 3.5}
+    launched += [line | {"case": "b", "layer_overhead_us": 60.0} for line in launched if line["backend"] == BACKENDS[1]]
+    lines = {(line.target, line.backend): line for line in targets.judge(found, launched)}
+    assert lines["call - kernel, CUDA graph", "torch-triton"].worst == 3.5
+    assert lines["call - kernel, torch eager", "torch-triton"].worst == pytest.approx(19.0)
+    _, table = performance.targets_table(list(lines.values()))
+    (told,) = [line for line in table if line[0] == "call - kernel, inside jax.jit"]
+    assert told[-1] == "b fp16"
+
+
 def test_rows_of_other_tiles_than_calls_take_are_counted(found: Found) -> None:
     case = MIXTRAL.format(8)
     rows = [*of(found, case, "fp8-w8a8"), *of(found, case, "fp16", "pallas-mosaic")]
@@ -310,6 +323,10 @@ def test_rows_of_other_tiles_than_calls_take_are_counted(found: Found) -> None:
     (told,) = tables.other_tiles(found)
     assert told.endswith(": 2 of pallas-mosaic")
     assert told in performance.environment(found)
+    for unknown in ("llama-99/down/tp2/tokens-8", "mixtral-8x7b/down/tp4/tokens-8", "mixtral-8x7b/router/tp2/tokens-8"):
+        for row in rows:
+            row |= {"id": row["id"].replace(row["case"], unknown), "case": unknown}
+        assert tables.other_tiles(found) == [], "nothing is known of such a layer"
 
 
 def test_the_note_shows_results_and_says_where_there_are_none(found: Found, launched: Launched, tmp_path: Path) -> None:
