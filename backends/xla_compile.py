@@ -7,9 +7,10 @@ GPU run would load: XLA brings its own Triton, whose version is not that of the 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import re
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ def compile_kernel(function: Callable[..., Any], arguments: Sequence[jax.ShapeDt
     from jaxlib import xla_client
 
     module = lower(function, arguments).compiler_ir()
-    devices = _devices()
+    with _loading:
+        devices = _devices()
     with tempfile.TemporaryDirectory() as folder:
         options = xla_client.CompileOptions()
         options.num_replicas = options.num_partitions = 1
@@ -93,6 +95,10 @@ def compile_kernel(function: Callable[..., Any], arguments: Sequence[jax.ShapeDt
         raise RuntimeError(f"expected one kernel; XLA made {len(ptx)} PTX files of it and these steps:\n{thunks}")
     # XLA writes PTX ISA 9.0. The ptxas that the triton package ships reads 8.8, and nothing newer is used.
     return compile_ptx(re.sub(r"(?m)^\.version 9\.\d", ".version 8.8", ptx[0]), int(shared[0]))
+
+
+_loading = threading.Lock()
+"""The plugin can be loaded once in a process."""
 
 
 @functools.cache
@@ -114,6 +120,10 @@ def _devices() -> list[Any]:
 def plugin_library() -> str:
     """Path of JAX's CUDA plugin, the library that has its compilers. Raises RuntimeError where it is not installed."""
     for name in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
-        if importlib.util.find_spec(name):
-            return str(importlib.import_module(name)._get_library_path())
+        try:
+            path = importlib.import_module(name)._get_library_path()
+        except ImportError:
+            continue
+        if path is not None:
+            return str(path)
     raise RuntimeError("JAX's CUDA plugin is not installed; install jax[cuda13]")

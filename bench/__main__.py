@@ -233,20 +233,20 @@ def _compare_without_gpu(as_json: bool, ignored: list[str]) -> int:
 
 def _print_tables(paths: list[Path], as_json: bool) -> None:
     """The tables of one file, or several files' kernel times side by side with what they differ in."""
+    from bench import tables
+
     try:
         found = [results.load(path) for path in paths]
-    except results.UnusableFile as error:
+        if as_json:
+            typer.echo(json.dumps(found[0] if len(found) == 1 else found))
+        elif len(found) == 1:
+            _show(found[0])
+        else:
+            told, table = tables.compared([(path.stem, content) for path, content in zip(paths, found, strict=True)])
+            typer.echo(told)
+            print_table(table, "Kernel time")
+    except (ArgumentError, results.UnusableFile) as error:
         _fail(str(error))
-    if as_json:
-        typer.echo(json.dumps(found[0] if len(found) == 1 else found))
-    elif len(found) == 1:
-        _show(found[0])
-    else:
-        from bench import tables
-
-        told, table = tables.compared([(path.stem, content) for path, content in zip(paths, found, strict=True)])
-        typer.echo(told)
-        print_table(table, "Kernel time")
 
 
 def _show(found: dict[str, Any]) -> None:

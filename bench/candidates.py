@@ -16,7 +16,7 @@ FEW_TILES = 132
 """Below so many tiles of 64 channels, multiprocessors of an H200 would stand idle: narrower tiles are tried too."""
 TRITON_HEIGHTS = (16, 32, 48, 64, 80, 96, 128, 160, 192)
 """Rows of a tile: one or two blocks, each a power of two."""
-MOSAIC_HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
+MOSAIC_HEIGHTS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
 
 
 def candidates(problem: Problem, backend: str) -> list[Config]:
@@ -29,7 +29,7 @@ def candidates(problem: Problem, backend: str) -> list[Config]:
     found: list[Config] = []
     if backend == "pallas-mosaic":
         # A tile multiplies no more rows than it has slots, nearly: taller tiles cost shared memory alone.
-        tall = [m for m in MOSAIC_HEIGHTS if m >= min(per_expert, 128)][: 1 if per_expert < 4 else 3]
+        tall = [m for m in MOSAIC_HEIGHTS if m >= min(per_expert, 128)][: 1 if per_expert < 4 else 4]
         found += [config for m in tall for config in _mosaic_tiles(problem, m)]
     else:
         # Two blocks of rows, where an expert's slots are a little more than one has.
@@ -94,7 +94,7 @@ def _mosaic_tiles(problem: Problem, block_m: int) -> Iterator[Config]:
     """
     small = block_m <= 32
     shapes = ((64, 4), (128, 4), (128, 8)) if block_m <= 64 else ((64, 4), (128, 8), (256, 8))
-    for step_bytes in (128, 256) if block_m <= 64 else (128,):
+    for step_bytes in (128, 256) if block_m <= 80 else (128,):
         block_k = step_bytes // problem.w_itemsize
         tiles = [
             Config(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps)

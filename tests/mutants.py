@@ -188,6 +188,8 @@ MUTANTS = (
     Mutant("mosaic: an active expert too few", "backends/mosaic_rows.py", "active = jnp.sum(opens", "active = -1 + jnp.sum(opens", ("tests/test_mosaic.py", "-k", "active_experts")),
     Mutant("mosaic: token scales of the box dropped", "backends/mosaic_rows.py", "ref[\"row_scale\"][row] = scale", "ref[\"row_scale\"][row] = jnp.float32(1)", ("tests/test_mosaic.py", "-k", "one_box and minus-one")),
     Mutant("mosaic: two experts share rows", "backends/mosaic_rows.py", "jnp.minimum(rows, GROUP) * experts - every", "rows * 0 - every", ("tests/test_mosaic.py", "-k", "lie_together")),
+    Mutant("mosaic: slots without an expert take rows", "backends/mosaic_rows.py", "(every < experts) & ((bucket == experts) | earlier)", "(bucket == experts) | earlier", ("tests/test_mosaic.py", "-k", "lie_together")),
+    Mutant("mosaic: the highest numbers first", "backends/mosaic_rows.py", "jnp.minimum(rows, GROUP) * experts - every", "jnp.minimum(rows, GROUP) * experts + every", ("tests/test_mosaic.py", "-k", "lie_together")),
     Mutant("mosaic: an expert without slots clears another's scales", "backends/mosaic_rows.py", "last | (own_count == 0), 0,", "last, 0,", ("tests/test_mosaic.py", "-k", "find_the_rows")),
     Mutant("mosaic: too few rows of x", "backends/mosaic_rows.py", "16 * problem.slots // 9", "15 * problem.slots // 9", ("tests/test_mosaic.py", "-k", "lie_together")),
     Mutant("mosaic: last band not cut", MOSAIC, "rows = jnp.minimum(group_m, tile_rows - first_row)", "rows = jnp.int32(group_m)", ("tests/test_tile_order.py", "-k", "pallas_equals and pallas-mosaic")),

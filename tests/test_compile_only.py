@@ -353,3 +353,14 @@ def test_split_k_of_one_slot_lowers(reduction: str) -> None:
     module = xla_compile.lower(call, xla_compile.argument_types(problem)).compiler_ir()
     kernels = [str(op.attributes["call_target_name"]) for op in xla_compile.custom_calls(module)]
     assert len(kernels) >= 3  # prepare, GEMM, reduction
+
+
+def test_without_the_plugin_its_compilers_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from backends import xla_compile
+
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name.split('.')[0]!r}")
+
+    monkeypatch.setattr(xla_compile.importlib, "import_module", absent)
+    with pytest.raises(RuntimeError, match=r"CUDA plugin is not installed; install jax\[cuda13\]"):
+        xla_compile.plugin_library()

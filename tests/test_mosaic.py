@@ -81,22 +81,31 @@ def test_all_tokens_in_one_box(ids: str, variant: str, order: str) -> None:
     check(y, data)
 
 
-@given(counts=hnp.arrays(np.int32, st.sampled_from([1, 6, 40]), elements=st.integers(0, 40) | st.integers(0, 9)))
-@example(counts=np.full(40, 9, np.int32))  # the most rows a slot
+@given(counts=hnp.arrays(np.int32, st.sampled_from([2, 7, 41]), elements=st.integers(0, 40) | st.integers(0, 9)))
+@example(counts=np.full(41, 9, np.int32))  # the most rows a slot
 @settings(max_examples=100, deadline=None)
 def test_rows_of_an_expert_lie_together_in_few_groups(counts: np.ndarray) -> None:
-    """No two experts share a row, those of up to a group's slots lie in one, and all fit what is allocated."""
-    experts = jnp.arange(counts.size, dtype=jnp.int32)
-    begin = jax.vmap(lambda e: mosaic_rows.rows_of_x(experts, jnp.asarray(counts), e, counts.size)[0])
-    first = np.asarray(begin(experts))
-    group = mosaic_rows.GROUP
+    """No two experts share a row, those of up to a group's slots lie in one, and all fit what is allocated.
+
+    The last of counts is the bucket of slots without an expert, which begins behind all others' rows.
+    """
+    buckets = jnp.arange(counts.size, dtype=jnp.int32)
+    experts, group = counts.size - 1, mosaic_rows.GROUP
+    place = jax.vmap(lambda bucket: mosaic_rows.rows_of_x(buckets, jnp.asarray(counts), bucket, experts))
+    first, every_rows = (np.asarray(found) for found in place(buckets))
+    rows = every_rows[0, :experts]
+    assert first[experts] == rows.sum()
+    first, counts = first[:experts], counts[:experts]
     taken = np.concatenate([f + np.arange(c) for f, c in zip(first, counts, strict=True)])
     assert np.unique(taken).size == counts.sum()
     for f, c in zip(first[counts > 0], counts[counts > 0], strict=True):
         assert f % group + c <= group or f % group == 0, (f, c)
+    for size in (1, 2, 4, group):
+        assert (np.diff(first[np.minimum(rows, group) == size]) > 0).all(), "of each size, the lowest numbers first"
     if slots := int(counts.sum()):
-        problem = Problem.of("fp16", tokens=slots, experts=counts.size, n=64, k=64, top_k=1)
-        assert taken.max() < mosaic_rows.most_rows(problem)
+        assert taken.max() < rows.sum()
+        problem = Problem.of("fp16", tokens=slots, experts=experts, n=64, k=64, top_k=1)
+        assert rows.sum() <= mosaic_rows.most_rows(problem)
 
 
 @pytest.mark.parametrize("backwards", [False, True])

@@ -475,6 +475,11 @@ def test_what_only_prints_says_beside_what(tmp_path: Path) -> None:
     code, text = invoke("compare", "--from", path, "--set", "targets", "--rounds", "5")
     assert (code, "got it beside --set, --rounds" in text) == (2, True)
     before = path.read_bytes()
+    for config in ('{"block_m": 16, "later": 1}', '{"block_m": 17}'):
+        other = tmp_path / "other.jsonl"
+        other.write_bytes(before.replace(b'{"block_m": 16}', config.encode()))
+        code, text = invoke("compare", "--from", other)
+        assert (code, len(text.splitlines())) == (2, 1), text
     code, text = invoke("report", "--check", "--add", path)
     assert (code, "--check: changes nothing" in text) == (2, True)
     assert path.read_bytes() == before
