@@ -269,6 +269,8 @@ def environment(found: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {known[name]}" for name in ("torch", "triton", "jax", "jax-triton") if name in known)
     text = f"{run['gpu']}, {run.get('date', '')[:10]}, cold L2, {len(found['rows'])} rows; {versions}. Measured in the "
     text += f"same run{'s' if len(ceilings) > 1 else ''}: {', '.join(told)}."
+    if run.get("sources") != results.sources():
+        text += " The kernels' sources, or their tiles, have changed since."
     return "\n".join([text, *(f"\n{note}" for note in (*tables.other_tiles(found), *targets.doubts(found)))])
 
 
