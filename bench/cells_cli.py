@@ -57,11 +57,11 @@ def rows(
     """
     from bench.machine import Machine, Rehearsal, gpu_key, smi
 
-    if source is not None and not source.exists():
-        raise ArgumentError(f"--from: got {source}, which does not exist; allowed: a file of this command")
-    if source is not None and (given := [name for name, on in (("--out", out), ("--rehearse", rehearse)) if on]):
-        raise ArgumentError(f"--from: only prints; got it beside {' and '.join(given)}; allowed: -k and --json")
     if source is not None:
+        if not source.exists():
+            raise ArgumentError(f"--from: got {source}, which does not exist; allowed: a file of this command")
+        if given := [name for name, on in (("--out", out), ("--rehearse", rehearse)) if on]:
+            raise ArgumentError(f"--from: only prints; got it beside {' and '.join(given)}; allowed: -k and --json")
         return selection.select(read(source), keyword, lambda row: row["id"]) if keyword else read(source)
     selection.select(ids, keyword, str)
     gpu = smi(("name",)).get("name")

@@ -13,7 +13,6 @@ from typing import Any
 from backends.registry import BACKENDS
 from bench import disassembly, floor_picture, reads, results, tables, target_lines, targets
 from bench.tables import NOT_MEASURED
-from bench.target_lines import FLOOR_OVER_TIME
 from bench.terminal import Table
 
 PICTURE = "floor-over-time.svg"
@@ -50,7 +49,7 @@ def targets_table(lines: list[targets.Line]) -> Table:
         else:
             cells = [_cell(by_backend[name]) if name in by_backend else "" for name in BACKENDS]
         worst = [line for line in by_backend.values() if line.worst is not None]
-        pick = min if needed.startswith(">=") or target.startswith(FLOOR_OVER_TIME) else max
+        pick = min if one.sign == ">=" else max
         case = pick(worst, key=lambda line: line.worst or 0.0).worst_case if worst else one.reason
         found.append([target, dtype, needed, *cells, _bound(bounds), case or "–"])
     return headings, found
@@ -62,7 +61,7 @@ def plain_read_table(lines: list[targets.Line]) -> Table:
     headings += [f"plain read ÷ {name}" for name in BACKENDS]
     found = []
     for (target, dtype, needed), (by_backend, bounds) in _grouped(lines).items():
-        if target_lines.PLAIN not in bounds or not target.startswith(FLOOR_OVER_TIME):
+        if target_lines.PLAIN not in bounds or not target.startswith(target_lines.FLOOR_OVER_TIME):
             continue
         bound = bounds[target_lines.PLAIN]
         known = "–" if needed == "–" else f"{bound.of - bound.met} of {bound.of}"

@@ -35,7 +35,7 @@ class Line:
     median); met, of: cases that meet it, and all that it is about; status: "met", "missed", or "told" where there is no
     bound; reason: what was not measured, or what the figure is not; read_worst, read_mean: plain read of the same bytes
     over time (a floor's lines only); denied: why no kernel could meet it, of a line that is missed; left_out: cases
-    that it cannot be about
+    that it cannot be about; sign: which side of the bound, or of the other lines where there is none, is better
     """
 
     target: str
@@ -53,6 +53,7 @@ class Line:
     read_mean: float | None = None
     denied: str = ""
     left_out: str = ""
+    sign: Bound = ">="
 
     @property
     def is_bound(self) -> bool:
@@ -94,7 +95,9 @@ def line_of(
     if not judged or (bound is None and status == "met"):
         status = "told"
     needed = "–" if bound is None else f"{sign} {bound:.3g}{unit}"
-    return Line(target, dtype, backend, needed, worst, worst_case, average, inside, len(values), status, reason)
+    return Line(
+        target, dtype, backend, needed, worst, worst_case, average, inside, len(values), status, reason, sign=sign
+    )
 
 
 def deny(line: Line, values: Sequence[Value], most: Sequence[Value], bound: float, told: str) -> Line:

@@ -231,8 +231,8 @@ def _flat(line: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(us, dict):
         return line
     layer = "graph_layer_us" if line["backend"].startswith("torch") else "jit_layer_us"
-    names = {"kernel_us": "kernel", "layer_kernel_us": "layer_kernel", "eager_steady_us": "steady", layer: "layer"}
-    names["layer_overhead_us"] = "layer_overhead"
+    names = {"kernel_us": "kernel", "eager_steady_us": "steady", layer: "layer"}
+    names |= {"layer_kernel_us": "layer_kernel", "layer_overhead_us": "layer_overhead"}
     return line | {field: us.get(name) for field, name in names.items()}
 
 
