@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+from _pytest.mark.expression import Expression
 
 from tests import mutants
 from tests.where import NUMERICS
@@ -13,6 +17,20 @@ def test_applies(mutant: mutants.Mutant) -> None:
     """The source line that a mutant changes is still there, once."""
     assert (mutants.ROOT / mutant.file).read_text().count(mutant.old) == 1
     assert mutant.new != mutant.old
+
+
+def test_every_mutant_has_tests_in_the_default_run() -> None:
+    """Else it has no verdict: a test that it names was left to the slow run."""
+    command = [sys.executable, "-m", "pytest", "tests", "--collect-only", "-q"]
+    shown = subprocess.run(command, cwd=mutants.ROOT, capture_output=True, text=True, check=True).stdout
+    ids = [line.lower() for line in shown.splitlines() if "::" in line]
+
+    def selects(path: str, *options: str) -> bool:
+        keyword = Expression.compile(dict(zip(options[::2], options[1::2], strict=True)).get("-k", ""))
+        mine = (test for test in ids if test.startswith(path.lower()))
+        return any(keyword.evaluate(lambda word, test=test: word.lower() in test) for test in mine)
+
+    assert [mutant.name for mutant in mutants.MUTANTS if not selects(*mutant.tests)] == []
 
 
 @NUMERICS
