@@ -67,6 +67,7 @@ from backends.mosaic_config import (
 )
 from backends.mosaic_rows import GROUP, pad_to, reads_all_tokens, tile_height
 from backends.pallas_prepare import lowering_through_triton, signature_of
+from backends.pallas_triton_rows import reduce_parts
 from backends.registry import BackendUnavailable
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
@@ -166,7 +167,11 @@ def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, popularity, fill, problem, o
         w_scale = pad_to(w_scale, (problem.experts, problem.tile_cols(config.block_n) * config.block_n))
     gemm = _kernel(problem, order, config, blocks, interpret)
     y_rows = gemm(*rows[:-1], w, w_scale, fill=fill)
-    # One matrix, or one for each part of K, added in this order.
+    if config.reduction_of(problem.k) == "two-pass":
+        arrays = {"sums": y_rows, "position": rows.position, "topk_ids": topk_ids.reshape(-1)}
+        y = reduce_parts(arrays, problem, None, interpret, name=f"{KERNEL_NAME}_reduce")
+        return y.reshape(problem.tokens, problem.top_k, problem.n)
+    # One matrix, or in the interpreter one for each part of K.
     slot_rows = [part[rows.position, : problem.n] for part in y_rows.reshape(-1, *y_rows.shape[-2:])]
     y = functools.reduce(jnp.add, slot_rows).astype(problem.activation)
     y = y.reshape(problem.tokens, problem.top_k, problem.n)

@@ -355,8 +355,13 @@ def _moe_gemm(
     y = _launch(arrays, problem, order, config, interpret, before)
     if how in ("two-pass", "atomic-fp32"):
         y_before = None if fill is None else jnp.full((problem.slots, problem.n), fill, problem.activation)
-        arrays = {name: array for name, array in scales.items() if array is not None}
-        y = reduce_parts({"sums": y, "topk_ids": topk_ids.reshape(-1), **arrays}, problem, y_before, interpret)
+        # Block scales have been applied.
+        unapplied = {
+            "w_scale": problem.scale_layout == "channel", "x_scale": problem.scales_x, "topk_weight": problem.routing_weight
+        }  # fmt: skip
+        arrays = {name: scales[name] for name, needed in unapplied.items() if needed}
+        arrays = {"sums": y, "topk_ids": topk_ids.reshape(-1), **arrays}
+        y = reduce_parts(arrays, problem, y_before, interpret, name=f"{KERNEL_NAME}_reduce")
     return y.reshape(problem.tokens, problem.top_k, problem.n)
 
 

@@ -1,7 +1,8 @@
-"""Split K in `pallas_triton`: the kernel that clears what parts of K are added to, and the one that makes y of sums.
+"""Split K in Pallas: the kernel that clears what parts of K are added to, and the one that makes y of sums.
 
-Both go over the rows of y, one program a slot and ROWS_CHUNK channels. Their names begin with the GEMM kernel's, so
-that whoever times kernels by that name counts them in.
+Both go over the rows of y, one program a slot and ROWS_CHUNK channels, lowered through Triton; `pallas_mosaic` has use
+for the second, as Mosaic GPU cannot gather by index. Their names begin with the GEMM kernel's, so that whoever times
+kernels by that name counts them in.
 """
 
 from __future__ import annotations
@@ -30,39 +31,44 @@ def zeros(shape: jax.ShapeDtypeStruct, before: jax.Array | None, interpret: bool
         target = out.at[slot, n] if len(out.shape) == 2 else out.at[0, slot, n]
         plt.store(target, jnp.zeros(ROWS_CHUNK, out.dtype), mask=n < n_size)
 
-    return _call(moe_gemm_pallas_triton_zero, [], shape, before, slots * ceil_div(n_size, ROWS_CHUNK), interpret)
+    programs = slots * ceil_div(n_size, ROWS_CHUNK)
+    return _call(moe_gemm_pallas_triton_zero, [], shape, before, programs, interpret, "moe_gemm_pallas_triton_zero")
 
 
-def reduce_parts(arrays: dict[str, jax.Array], problem: Problem, y_before: jax.Array | None, interpret: bool) -> Any:
-    """y (S, N) from sums (parts, S, N), float32: added from the first part to the last, scaled as the GEMM kernel does.
+def reduce_parts(
+    arrays: dict[str, jax.Array], problem: Problem, y_before: jax.Array | None, interpret: bool, *, name: str
+) -> jax.Array:
+    """y (S, N) from float32 sums: added from the first part to the last, scaled as the GEMM kernel does it.
 
-    arrays: "sums", "topk_ids" (S,), and where the problem has them "w_scale" (its block scales have been applied),
-    "x_scale" (T,), "topk_weight" (S,). Slots without an expert get zeros; nobody has written their sums.
+    arrays: "sums" (parts, S, N), or, with "position" (S,), (parts, rows, N or more), in which it names each slot's row;
+    "topk_ids" (S,); and as far as sums are not scaled yet "w_scale" (E, N), "x_scale" (T,) and "topk_weight" (S,).
+    Slots without an expert get zeros; nobody has written their sums. name: the kernel's
     """
-    parts, slots, n_size = arrays["sums"].shape
+    parts, n_size = arrays["sums"].shape[0], problem.n
     names = list(arrays)
 
-    def moe_gemm_pallas_triton_reduce(*refs: Any) -> None:
+    def reduce(*refs: Any) -> None:
         ref, y = dict(zip(names, refs, strict=False)), refs[-1]
         slot, n = _program(n_size)
         valid = n < n_size
         expert = ref["topk_ids"][slot]
         has_expert = (expert >= 0) & (expert < problem.experts)
+        row = jnp.where(has_expert, ref["position"][slot], 0) if "position" in ref else slot
         acc = jnp.zeros(ROWS_CHUNK, jnp.float32)
         for part in range(parts):
-            acc += plt.load(ref["sums"].at[part, slot, n], mask=valid & has_expert, other=0.0)
-        if problem.scale_layout == "channel":
+            acc += plt.load(ref["sums"].at[part, row, n], mask=valid & has_expert, other=0.0)
+        if "w_scale" in ref:
             acc *= plt.load(ref["w_scale"].at[jnp.where(has_expert, expert, 0), n], mask=valid, other=0.0)
-        if problem.scales_x:
+        if "x_scale" in ref:
             acc *= ref["x_scale"][lax.div(slot, problem.top_k)]
-        if problem.routing_weight:
+        if "topk_weight" in ref:
             acc *= ref["topk_weight"][slot]
         acc = jnp.where(has_expert, acc, 0.0)  # a scale may be NaN
         plt.store(y.at[slot, n], acc.astype(y.dtype), mask=valid)
 
-    y_type = jax.ShapeDtypeStruct((slots, n_size), jnp.dtype(problem.activation))
-    programs = slots * ceil_div(n_size, ROWS_CHUNK)
-    return _call(moe_gemm_pallas_triton_reduce, list(arrays.values()), y_type, y_before, programs, interpret)
+    y_type = jax.ShapeDtypeStruct((problem.slots, n_size), jnp.dtype(problem.activation))
+    programs = problem.slots * ceil_div(n_size, ROWS_CHUNK)
+    return _call(reduce, list(arrays.values()), y_type, y_before, programs, interpret, name)
 
 
 def _program(n_size: int) -> tuple[jax.Array, jax.Array]:
@@ -73,7 +79,7 @@ def _program(n_size: int) -> tuple[jax.Array, jax.Array]:
 
 def _call(
     kernel: Any, operands: list[jax.Array], out: jax.ShapeDtypeStruct, before: jax.Array | None, programs: int,
-    interpret: bool,
+    interpret: bool, name: str,
 ) -> jax.Array:  # fmt: skip
     """The kernel's output, in the buffer of `before` where that is given: its last operand, which it does not read."""
     return pl.pallas_call(
@@ -83,4 +89,5 @@ def _call(
         input_output_aliases={} if before is None else {len(operands): 0},
         compiler_params=plt.CompilerParams(num_warps=4),
         interpret=interpret,
+        name=name,
     )(*operands, *([] if before is None else [before]))

@@ -121,9 +121,9 @@ def _prepare_backend(row: Row, data: Data, device: Device, config: Config | None
             interpret=device.interpret,
         )
 
-    # The kernels that Triton backends need for a split K carry the GEMM kernel's name. XLA's of pallas-mosaic do not:
-    # all that its call launches counts then.
-    unnamed = row.contender == "pallas-mosaic" and config.parts(data.problem.k) > 1
+    # The kernels that a split K needs carry the GEMM kernel's name, but those by which XLA clears and rounds what
+    # pallas-mosaic adds up in memory: all that its call launches counts then.
+    unnamed = row.contender == "pallas-mosaic" and config.reduction_of(data.problem.k) not in ("none", "two-pass")
     tile_rows = planning.tile_rows_in_use(data.counts, config.block_m)
     return Contender(
         row, module.FRAMEWORK, call, tuple(arrays), to_torch, kernel_name=None if unnamed else module.KERNEL_NAME,

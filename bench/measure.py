@@ -2,7 +2,7 @@
 
 - kernel time:  GPU seconds of the GEMM kernel alone (of all kernels, for a peer). Where K is split, the kernels that
                 clear what parts are added to and that make y of float32 sums carry the GEMM kernel's name in theirs
-                and count in; pallas-mosaic leaves both to XLA, so all kernels of its call count then
+                and count in; of pallas-mosaic's atomic additions XLA's do, so all kernels of its call count then
 - GPU total:    GPU seconds of everything that one call launches: planning, quantisation, gather, GEMM, scatter
 - call time:    what a caller waits for, from the call until the result is there, host cost included
 
