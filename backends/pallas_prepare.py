@@ -77,11 +77,12 @@ def launch(
 
 def launch_with_scaling(
     planner: Callable[[Refs, jax.Array], None], planners: int, made: dict[str, jax.ShapeDtypeStruct], x: jax.Array,
-    topk_ids: jax.Array, problem: Problem, *, name: str, num_warps: int, interpret: bool,
+    topk_ids: jax.Array, problem: Problem, *, name: str, num_warps: int, interpret: bool, halves_of: int = 0,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """So many programs of `planner`, which read "topk_ids", and behind them, where the problem scales x, one a token.
 
     What was made by name; "x" is x (T, K) as the GEMM kernel reads it, beside "x_scale" float32 (T,) if it was scaled.
+    halves_of: as `scale_token` has it.
     """
     given = {"topk_ids": topk_ids.reshape(-1)}
     tokens = 0
@@ -98,21 +99,21 @@ def launch_with_scaling(
 
             @pl.when(program >= planners)
             def _() -> None:
-                ref["x_scale"][program - planners] = scale_token(ref, program - planners, problem)
+                ref["x_scale"][program - planners] = scale_token(ref, program - planners, problem, halves_of)
 
     found = launch(kernel, planners + tokens, given, made, name=name, num_warps=num_warps, interpret=interpret)
     return found | {"x": found.pop("scaled", x)}
 
 
 def count_with_scaling(
-    x: jax.Array, topk_ids: jax.Array, problem: Problem, *, name: str, interpret: bool
+    x: jax.Array, topk_ids: jax.Array, problem: Problem, *, name: str, interpret: bool, halves_of: int = 0
 ) -> dict[str, jax.Array]:
     """As `launch_with_scaling`, of planners that count: "counts" (E + 1,) int32, the slots of each bucket."""
     buckets = problem.experts + 1
     return launch_with_scaling(
         lambda ref, bucket: count_bucket(ref, bucket, problem),
         buckets, {"counts": jax.ShapeDtypeStruct((buckets,), jnp.int32)}, x, topk_ids, problem,
-        name=name, num_warps=4, interpret=interpret,
+        name=name, num_warps=4, interpret=interpret, halves_of=halves_of,
     )  # fmt: skip
 
 
@@ -227,11 +228,12 @@ def span_rows(ref: Refs, first_row: jax.Array, own_rows: jax.Array, end: jax.Arr
     lax.fori_loop(0, ceil_div(most, FILL_CHUNK), step, None)
 
 
-def scale_token(ref: Refs, token: jax.Array, problem: Problem) -> jax.Array:
+def scale_token(ref: Refs, token: jax.Array, problem: Problem, halves_of: int = 0) -> jax.Array:
     """A row of x to e4m3 or float16 by a power of two, ref["x"] to ref["scaled"], whose columns past K become zeros;
     its scale. shared/fp8.py's quantise_token or scale_token, bit for bit.
 
-    A row of one chunk stays in registers; a longer one is read twice.
+    A row of one chunk stays in registers; a longer one is read twice. halves_of: 0, or how many values of K, a divisor
+    of it, a kernel takes in two products, the even ones before the odd ones: shared/fp8.py's `parity_place_of`.
     """
     to_fp8, columns = problem.quantises_x, ref["scaled"].shape[1]
     chunk = min(ROW_CHUNK, max(256, power_of_two(columns)))
@@ -265,7 +267,15 @@ def scale_token(ref: Refs, token: jax.Array, problem: Problem) -> jax.Array:
         scaled = x * inverse
         if to_fp8:
             scaled = jnp.where(_magnitude(x) < 0x7F800000, jnp.clip(scaled, -FP8_MAX, FP8_MAX), 0.0)
-        store(ref["scaled"], (token, start + k), scaled.astype(ref["scaled"].dtype), start + k < columns)
+        scaled = scaled.astype(ref["scaled"].dtype)
+        if halves_of:
+            half = halves_of // 2
+            first = start + halves_of * lax.iota(jnp.int32, chunk // halves_of)
+            for parity, part in enumerate(lax.split(scaled.reshape(chunk // 2, 2), (1, 1), axis=1)):
+                place = first[:, None] + (parity * half + lax.iota(jnp.int32, half))[None, :]
+                store(ref["scaled"], (token, place), part.reshape(place.shape), place < columns)
+        else:
+            store(ref["scaled"], (token, start + k), scaled, start + k < columns)
     if to_fp8:  # e4m3 has no infinity: a row that is not finite becomes NaN by its scale
         scale = jnp.where(jnp.max(not_finite) > 0, jnp.nan, scale)
     return scale

@@ -31,16 +31,19 @@ from jax.experimental.pallas import triton as plt
 
 from backends.compiled import Compiled
 from backends.pallas_prepare import lowering_through_triton, signature_of
-from backends.pallas_triton_ops import atomic_add, dot_fp8, load
+from backends.pallas_triton_ops import atomic_add, dot_fp8, load, load_pairs, widen_pairs
 from backends.pallas_triton_prepare import prepare
 from backends.pallas_triton_rows import reduce_parts, zeros
-from backends.triton_launch import half_tail, not_in_triton, tail_rows, warp_group
+from backends.triton_launch import half_tail, not_in_triton, reads_words, tail_rows, warp_group
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
 
 NAME = "pallas-triton"
 FRAMEWORK = "jax"
 KERNEL_NAME = "moe_gemm_pallas_triton"
+
+READS_PAIRS = True
+"""Whether weights are read in pairs where they can be (`_reads_pairs`); False for a comparison, set before any call."""
 
 SHARED_BYTES = 232448
 """Shared memory that one thread block may use on Hopper."""
@@ -132,19 +135,26 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
                 row_scale = [_row_scale(ref, *of, problem) for of in zip(slots_of, token, row_valid, strict=True)]
 
             # Stream K
-            halves = 2 if _in_halves(problem, config) else 1
+            pairs = _reads_pairs(problem, config)
+            halves = 2 if pairs or _in_halves(problem, config) else 1
             depth = block_k // halves
 
             def step(index: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 weights = []
+                if pairs:
+                    pair = index * depth + lax.iota(jnp.int32, depth)
+                    w_read = load_pairs(ref["w"].at[expert, n_read[:, None], pair[None, :]])
                 for half in range(halves):
                     k = index * block_k + half * depth + lax.iota(jnp.int32, depth)
                     k_valid = None
                     if k_size % block_k:  # both tails are masked: 0 * NaN is NaN
                         k_valid = (k < k_size)[None, :]
-                    w = _load(ref["w"], (expert, n_read[:, None], k[None, :]), (block_n, depth), k_valid)
-                    if problem.is_fp8 and not problem.quantises_x:
-                        w = w.astype(jnp.float16)  # x is float16 then: the one 16-bit type that hardware widens e4m3 to
+                    if pairs:
+                        w = widen_pairs(w_read, half)
+                    else:
+                        w = _load(ref["w"], (expert, n_read[:, None], k[None, :]), (block_n, depth), k_valid)
+                        if problem.is_fp8 and not problem.quantises_x:
+                            w = w.astype(jnp.float16)  # as x is then: the one 16-bit type that hardware widens e4m3 to
                     weights.append((w, k, k_valid))
                 block_scale = None
                 if problem.scale_layout == "block":
@@ -200,8 +210,23 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
         pl.when(pid < tiles * parts)(one_tile)
 
 
+def _reads_pairs(problem: Problem, config: Config) -> bool:
+    """Whether e4m3 weights are read two at a time, as int16, and a step of K is two products: the first of the even
+    values of K, the second of the odd ones, where `prepare` has put them in x. Conditions as `reads_words` has them.
+
+    An operand that is widened element by element keeps, down to the copy to shared memory, the layout of a 16-bit
+    operand: Triton swizzles it, copies 16 bytes at a time and reads it by ldmatrix, where of single values a thread
+    gets two at a time. The 32-bit words of triton_kernel.py's `widen_half` have to be taken apart by a reshape instead,
+    and XLA's Triton does not swizzle what is read in the layout that comes of it: ldmatrix then meets the same banks
+    eight times.
+    """
+    if not READS_PAIRS or problem.scale_layout != "channel":
+        return False
+    return reads_words(problem, config, w_stride_e=problem.n * problem.k, w_stride_n=problem.k)
+
+
 def _in_halves(problem: Problem, config: Config) -> bool:
-    """Whether a step of K is taken as two products, one after the other into the same sums.
+    """Whether a step of K is taken as two products, one after the other into the same sums, of weights read one by one.
 
     Weights that are widened go to the warp-group instruction from registers, as its left operand. XLA's Triton ends
     such a step with a wait for all its products, and in tall tiles ptxas then runs the instructions one by one
@@ -340,7 +365,10 @@ def _moe_gemm(
     interpret: bool,
 ) -> jax.Array:
     popular = order == "popular"
-    prepared = prepare(x, topk_ids, popularity, problem, config.block_m, popular=popular, interpret=interpret)
+    halves_of = config.block_k if _reads_pairs(problem, config) else 0
+    prepared = prepare(
+        x, topk_ids, popularity, problem, config.block_m, popular=popular, halves_of=halves_of, interpret=interpret
+    )
     scales = {
         "w_scale": w_scale,
         "x_scale": prepared.pop("x_scale", None),

@@ -1,6 +1,7 @@
 """What Triton can do and Pallas's Triton lowering does not offer.
 
-`dot_fp8`, `wide_load`, `wide_store` and `atomic_add` are JAX primitives of our own, made with internals of JAX (0.11).
+`dot_fp8`, `wide_load`, `wide_store`, `load_pairs`, `widen_pairs` and `atomic_add` are JAX primitives of our own, made
+with internals of JAX (0.11).
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src import core as jax_core
 from jax._src import tree_util
+from jax._src.lib.mlir import ir
 from jax._src.lib.triton import dialect as triton_dialect
+from jax._src.pallas import core as pallas_core
 from jax._src.pallas import primitives as pallas_primitives
 from jax._src.pallas.triton import lowering
 from jax._src.state import discharge
 from jax._src.state import primitives as state_primitives
+from jax._src.state import types as state_types
 from jax.experimental.pallas import triton as plt
 from jax.interpreters import mlir
 
@@ -27,6 +31,8 @@ IMPRECISE_ACCUMULATIONS = 2**30
 _dot_fp8_p = jax_core.Primitive("dot_fp8")
 _wide_load_p = jax_core.Primitive("wide_load")
 _wide_store_p = jax_core.Primitive("wide_store")
+_load_pairs_p = jax_core.Primitive("load_pairs")
+_widen_pairs_p = jax_core.Primitive("widen_pairs")
 _atomic_add_p = jax_core.Primitive("relaxed_atomic_add")
 
 
@@ -70,6 +76,21 @@ def store(ref: Any, index: tuple[jax.Array, ...], value: jax.Array, mask: jax.Ar
         wide_store(ref.at[index], value, mask)
     else:
         plt.store(ref.at[index], value, mask=mask)
+
+
+def load_pairs(ref: Any) -> jax.Array:
+    """ref[..., pair] of a one-byte array whose last axis is even, as int16: bytes 2 * pair and, above it, 2 * pair + 1.
+
+    ref is indexed by integer arrays. The array starts at an even address, as JAX's arrays do.
+    """
+    base, transforms = state_primitives.get_ref_and_transforms(ref, None, "load_pairs")
+    flat, tree = tree_util.tree_flatten((base, transforms))
+    return _load_pairs_p.bind(*flat, args_tree=tree)
+
+
+def widen_pairs(pairs: jax.Array, byte: int) -> jax.Array:
+    """Byte 0, the lower, or 1 of each element (int16), an e4m3 value, as float16."""
+    return _widen_pairs_p.bind(pairs, byte=byte)
 
 
 def atomic_add(ref: Any, value: jax.Array, mask: jax.Array) -> None:
@@ -131,6 +152,62 @@ def _wide_load_triton(context: Any, *flat: Any, **parameters: Any) -> Any:
 @lowering.register_lowering(_wide_store_p)
 def _wide_store_triton(context: Any, *flat: Any, **parameters: Any) -> Any:
     return lowering._masked_swap_lowering_rule(_claiming_more(context), *flat, **parameters)
+
+
+@_load_pairs_p.def_effectful_abstract_eval
+def _load_pairs_shape(*flat: Any, args_tree: Any) -> Any:
+    ref = pallas_core.TransformedRef(*args_tree.unflatten(flat))
+    return jax_core.ShapedArray(ref.shape, jnp.int16), {state_types.ReadEffect(0)}
+
+
+@discharge.register_discharge_rule(_load_pairs_p)
+def _load_pairs_interpreted(context: Any, *flat: Any, args_tree: Any) -> Any:
+    ref, (indexer,) = args_tree.unflatten(flat)
+    pairs = lax.bitcast_convert_type(ref.reshape(*ref.shape[:-1], ref.shape[-1] // 2, 2), jnp.int16)
+    return (None,) * len(context.in_avals), pairs[indexer.indices]
+
+
+@lowering.register_lowering(_load_pairs_p)
+def _load_pairs_triton(context: Any, *flat: Any, args_tree: Any) -> Any:
+    info, *_ = context.block_infos
+    pointer, (indexer,) = args_tree.unflatten(flat)
+    *rows, row = info.full_shape_dtype.shape
+    # Of an array of up to 2**32 bytes no pair's offset passes 2**31: needs no `needs_wide_offsets`.
+    pairs = dataclasses.replace(info, full_shape_dtype=jax_core.ShapedArray((*rows, row // 2), jnp.int16))
+    space = triton_dialect.PointerType(pointer.type).address_space
+    pair = triton_dialect.PointerType.get(ir.IntegerType.get_signless(16), space)
+    pointer = triton_dialect.bitcast(pair, pointer)
+    return lowering._load(lowering._compute_pointers_from_indices(pointer, pairs, indexer))
+
+
+@_widen_pairs_p.def_abstract_eval
+def _widen_pairs_shape(pairs: Any, byte: int) -> Any:
+    return jax_core.ShapedArray(pairs.shape, jnp.float16)
+
+
+@lowering.register_lowering(_widen_pairs_p)
+def _widen_pairs_triton(_context: Any, pairs: Any, byte: int) -> Any:
+    """Two elements at a time. Of Triton's own operations LLVM makes four instructions to bring two bytes together.
+
+    Both bytes' conversions permute alike, and ptxas does that once for both. One operation with two results would be
+    an operand that Triton takes the second of through shared memory.
+    """
+    code = (
+        "{ .reg .b32 apart; .reg .b16 half<2>; prmt.b32 apart, $1, 0, 0x3120; mov.b32 {half0, half1}, apart;"
+        f" cvt.rn.f16x2.e4m3x2 $0, half{byte}; }}"
+    )
+    result = ir.RankedTensorType.get(ir.RankedTensorType(pairs.type).shape, ir.F16Type.get())
+    return triton_dialect.elementwise_inline_asm(
+        [result], code, constraints="=r,r", pure=True, packed_element=2, args=[pairs]
+    )
+
+
+def _widen_pairs_interpreted(pairs: jax.Array, byte: int) -> jax.Array:
+    values = lax.shift_right_logical(pairs, jnp.int16(8 * byte)).astype(jnp.int8)
+    return lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float16)
+
+
+mlir.register_lowering(_widen_pairs_p, mlir.lower_fun(_widen_pairs_interpreted, multiple_results=False))
 
 
 _atomic_add_p.def_effectful_abstract_eval(pallas_primitives._swap_abstract_eval)

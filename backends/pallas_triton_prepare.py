@@ -40,7 +40,7 @@ NAME = "prepare_pallas_triton"
 
 def prepare(
     x: jax.Array, topk_ids: jax.Array, popularity: jax.Array | None, problem: Problem, block_m: int, *,
-    popular: bool, interpret: bool,
+    popular: bool, interpret: bool, halves_of: int = 0,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """What the GEMM kernel reads of x (T, K) and topk_ids (T, top_k) int32, by name.
 
@@ -48,6 +48,7 @@ def prepare(
     reads it, and x_scale float32 (T,) where the problem scales x.
 
     popular: tile rows come by falling popularity of their experts: `popularity` (E,) int32, or None: the slot counts.
+    halves_of: block_k where the kernel multiplies even and odd values of K apart, or 0: as `scale_token` has it.
     """
     rows = problem.max_tile_rows(block_m)
     sizes: dict[str, tuple[int, ...]] = {"sorted_slot": (rows * block_m,), "tile_expert": (rows,), "tile_rows": (1,)}
@@ -57,9 +58,9 @@ def prepare(
     if problem.slots <= FEW_SLOTS and not popular:
         return launch_with_scaling(
             lambda ref, _: plan_slots(ref, problem, block_m, interpret),
-            1, plan, x, topk_ids, problem, name=NAME, num_warps=8, interpret=interpret,
+            1, plan, x, topk_ids, problem, name=NAME, num_warps=8, interpret=interpret, halves_of=halves_of,
         )  # fmt: skip
-    counted = count_with_scaling(x, topk_ids, problem, name=NAME, interpret=interpret)
+    counted = count_with_scaling(x, topk_ids, problem, name=NAME, interpret=interpret, halves_of=halves_of)
     given = {"topk_ids": topk_ids.reshape(-1), "counts": counted.pop("counts")}
     if popularity is not None:
         given["popularity"] = popularity

@@ -100,3 +100,12 @@ def place_of(k: np.ndarray, halves_of: int) -> np.ndarray:
     """
     half = halves_of // 2
     return k // halves_of * halves_of + k % 4 // 2 * half + k % halves_of // 4 * 2 + k % 2
+
+
+def parity_place_of(k: np.ndarray, halves_of: int) -> np.ndarray:
+    """Where value k of a row of activations stands for a kernel that reads e4m3 weights in pairs.
+
+    Such a kernel multiplies halves_of values of K (an even number) in two products, the first with the lower bytes of
+    pairs, the second with the upper ones. Of every halves_of values, 0 2 4 6 ... come first, then 1 3 5 7 ...
+    """
+    return k // halves_of * halves_of + k % 2 * (halves_of // 2) + k % halves_of // 2

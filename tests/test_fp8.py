@@ -110,23 +110,23 @@ def triton_scale(x: np.ndarray, target: str, halves_of: int = 0) -> tuple[np.nda
 
 
 @functools.cache
-def _pallas_prepare(problem: Problem) -> Any:
+def _pallas_prepare(problem: Problem, halves_of: int = 0) -> Any:
     import jax
 
     from backends import pallas_triton_prepare
 
     options = {"popularity": None, "problem": problem, "block_m": 16, "popular": False, "interpret": not HAS_GPU}
-    return jax.jit(functools.partial(pallas_triton_prepare.prepare, **options))
+    return jax.jit(functools.partial(pallas_triton_prepare.prepare, halves_of=halves_of, **options))
 
 
-def pallas_scale(x: np.ndarray, target: str) -> tuple[np.ndarray, np.ndarray]:
-    """pallas-triton's `prepare`, beside a plan by one program and by more."""
+def pallas_scale(x: np.ndarray, target: str, halves_of: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """pallas-triton's `prepare`, beside a plan by one program and by more. halves_of: as it has it."""
     import jax
 
     mode = "fp8-w8a8" if target == "float8_e4m3fn" else "fp8-w8a16"
     tokens, k = x.shape
     problem = Problem.of(mode, tokens=tokens, experts=1, n=1, k=k, top_k=1, activation=x.dtype.name)
-    made = _pallas_prepare(problem)(jax.numpy.asarray(x), jax.numpy.zeros((tokens, 1), "int32"))
+    made = _pallas_prepare(problem, halves_of)(jax.numpy.asarray(x), jax.numpy.zeros((tokens, 1), "int32"))
     return np.asarray(made["x"]), np.asarray(made["x_scale"])
 
 

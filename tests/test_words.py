@@ -1,4 +1,5 @@
-"""e4m3 weights read as 32-bit words (fp8-w8a16 in torch-triton and jax-triton): order of x, results, machine code."""
+"""e4m3 weights read as 32-bit words (fp8-w8a16 in torch-triton and jax-triton) or in pairs (pallas-triton): order of x,
+results, machine code."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ import re
 import numpy as np
 import pytest
 
+import backends
 from backends import arrays, triton_launch
 from shared import fp8
 from shared.config import Config
 from shared.problem import Problem
 from tests import cases
 from tests.execute import check, run
-from tests.test_fp8 import triton_scale
+from tests.test_fp8 import pallas_scale, triton_scale
 from tests.where import HAS_GPU, NUMERICS
 
 SMALL = Config(block_m=16, block_n=64, block_k=64, num_stages=2)
@@ -42,6 +44,28 @@ def test_a_half_has_two_bytes_of_each_word(halves_of: int) -> None:
     assert (np.diff(order) > 0).all(), "in their order"
 
 
+@pytest.mark.parametrize("halves_of", [32, 64, 256])
+def test_a_half_has_one_value_of_each_pair(halves_of: int) -> None:
+    k = np.arange(4 * halves_of)
+    place = fp8.parity_place_of(k, halves_of)
+    assert sorted(place) == k.tolist()
+    assert (place // halves_of == k // halves_of).all(), "a value stays in its step of K"
+    second = place % halves_of >= halves_of // 2
+    assert (second == (k % 2 == 1)).all(), "the first product has the lower byte of each pair"
+    assert (np.diff(np.argsort(place)[: halves_of // 2]) > 0).all(), "in their order"
+
+
+@NUMERICS
+@pytest.mark.parametrize(("k", "halves_of"), [(256, 256), (768, 64), (16384 + 64, 64)])
+def test_prepare_of_pallas_brings_x_to_that_order(k: int, halves_of: int) -> None:
+    """The longest row is read in two chunks."""
+    x = np.random.default_rng(0).normal(size=(3, k)).astype(cases.float_dtype("bfloat16"))
+    scaled, scale = pallas_scale(x, "float16", halves_of)
+    expected, expected_scale = fp8.scale_token(x)
+    assert (scaled[:, fp8.parity_place_of(np.arange(k), halves_of)] == expected).all()
+    assert (scale == expected_scale).all()
+
+
 @NUMERICS
 @pytest.mark.parametrize(("k", "halves_of"), [(256, 256), (768, 64)])
 def test_prepare_brings_x_to_that_order(k: int, halves_of: int) -> None:
@@ -65,6 +89,21 @@ def test_results(changes: dict[str, int], variant: str, backend: str) -> None:
     data = cases.data_of(dataclasses.replace(CASE, config=config), variant)
     assert reads_words(data.problem, config)
     check(run(backend, data, "row", config), data, config.rounded_parts(192))
+
+
+@NUMERICS
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"block_m": 48}, pytest.param({"block_m": 96}, marks=pytest.mark.slow), {"split_k": 2}],
+    ids=["one-block", "two-blocks", "half-tail", "split"],
+)
+def test_results_of_pairs(changes: dict[str, int]) -> None:
+    from backends import pallas_triton
+
+    config = SMALL.replace(**changes)
+    data = cases.data_of(dataclasses.replace(CASE, config=config), "fp8-w8a16-channel")
+    assert pallas_triton._reads_pairs(data.problem, config)
+    check(run("pallas-triton", data, "row", config), data, config.rounded_parts(192))
 
 
 @NUMERICS
@@ -103,12 +142,17 @@ def test_words_need_whole_steps_scaled_x_and_rows_of_16_bytes() -> None:
 
 
 @pytest.mark.compile_only
-def test_a_thread_gets_its_operand_by_ldmatrix() -> None:
+@pytest.mark.parametrize("backend", ["torch-triton", "pallas-triton"])
+def test_a_thread_gets_its_operand_by_ldmatrix(backend: str) -> None:
     """Read value by value it took a 16-bit load for every two weights, and copies of 8 bytes."""
     problem = Problem.of("fp8-w8a16", tokens=128, experts=8, n=4096, k=7168, top_k=2)
-    code = triton_launch.compile_only(problem, "row", Config(block_m=48, block_n=128, block_k=128, num_stages=4))
+    config = Config(block_m=48, block_n=128, block_k=128, num_stages=4)
+    code = backends.load(backend).compile_only(problem, "row", config)
     assert code.sass is not None
     assert "LDSM" in code.sass
     assert not re.search(r"\bLDS\.U16", code.sass)
     assert not re.search(r"\bLDGSTS\.E(?!\.BYPASS\.128)", code.sass)
     assert code.spills == 0
+    # Rows of 128 bytes, not swizzled, lie in the same banks: the lanes' addresses would differ by a constant alone.
+    addresses = set(re.findall(r"\bLDSM\S* R\d+, \[(R\d+)", code.sass))
+    assert len(addresses) >= 4, "ldmatrix of swizzled rows"
