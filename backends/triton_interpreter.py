@@ -6,9 +6,9 @@ interpretation on, and while such a kernel runs Triton's library functions are i
 everything is as before. One launch at a time.
 
 Triton 3.8's interpreter multiplies the bit patterns of bfloat16 operands in tl.dot (triton issue 11584), truncates
-float32 to bfloat16, rounds halves to FP8 up without a carry, and adds floats of 16 bits atomically not at all. While it
-runs here, its conversions, its dot and its atomic addition are NumPy's and ml_dtypes' instead: round to nearest even,
-FP8 saturating as the hardware's conversion does.
+float32 to bfloat16, rounds halves to FP8 up without a carry, adds floats of 16 bits atomically not at all, and knows no
+PTX. While it runs here, its conversions, its dot, its atomic addition and the kernels' own instructions are NumPy's and
+ml_dtypes' instead: round to nearest even, FP8 saturating as the hardware's conversion does.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def _interpreted_library() -> Iterator[None]:
         for module, name, twin in _library_functions():
             setattr(module, name, twin)
         ours = {
-            "create_dot": _dot, "cast_impl": _cast, "create_fp_to_fp": _cast, "create_atomic_rmw": _atomic_add
+            "create_dot": _dot, "cast_impl": _cast, "create_fp_to_fp": _cast, "create_atomic_rmw": _atomic_add,
+            "create_inline_asm": _inline_asm,
         }  # fmt: skip
         for name, exact in ours.items():
             setattr(InterpreterBuilder, name, exact)
@@ -150,6 +151,20 @@ def _atomic_add(builder: Any, operation: Any, pointers: Any, addend: Any, mask: 
         total = total.astype(dtype).view(np.uint16)
     builder.create_masked_store(pointers, type(addend)(total, addend.dtype), mask, None, None)
     return before
+
+
+def _inline_asm(builder: Any, code: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> Any:
+    """The kernels' instructions in PTX, by name: two of a word's e4m3 values as a word of two float16."""
+    from backends import triton_kernel
+
+    halves = (triton_kernel.WIDEN_LOWER.value, triton_kernel.WIDEN_UPPER.value)
+    if code not in halves:
+        raise NotImplementedError(f"no NumPy for {code!r}; there is for `widen_half`'s instructions")
+    (words,) = values
+    pair = (words.data.view(np.uint32) >> (16 * halves.index(code))).astype(np.uint16)
+    wide = pair[..., None].view(ml_dtypes.float8_e4m3fn).astype(np.float16)
+    widened = type(words)(wide.view(np.int32)[..., 0], words.dtype.scalar)
+    return SimpleNamespace(get_result=lambda index: widened)
 
 
 def _cast(builder: Any, source: Any, target_type: Any, *rounding_mode: Any) -> Any:

@@ -27,6 +27,10 @@ Both further kernels carry the GEMM kernel's name in theirs: whoever times kerne
 import triton
 import triton.language as tl
 
+# The lower, or upper, two e4m3 values of a word as two float16.
+WIDEN_LOWER = tl.constexpr("{ .reg .b16 half<2>; mov.b32 {half0, half1}, $1; cvt.rn.f16x2.e4m3x2 $0, half0; }")
+WIDEN_UPPER = tl.constexpr("{ .reg .b16 half<2>; mov.b32 {half0, half1}, $1; cvt.rn.f16x2.e4m3x2 $0, half1; }")
+
 
 @triton.jit
 def locate_tile(pid, tile_rows, tile_cols, tile_span_ptr, ORDER: tl.constexpr, GROUP_M: tl.constexpr):
@@ -108,10 +112,14 @@ def load_x(x_ptrs, row_valid, k_valid, MASK_K: tl.constexpr):
 def widen_half(words, HALF: tl.constexpr):
     """Bytes 2 * HALF and 2 * HALF + 1 of each word (BLOCK_N, BLOCK_K / 4) of e4m3 weights, as float16: (BLOCK_N,
     BLOCK_K / 2), in the order that `prepare_kernel` brings x to."""
-    first = (words >> (16 * HALF)).to(tl.int8).to(tl.float8e4nv, bitcast=True)
-    second = (words >> (16 * HALF + 8)).to(tl.int8).to(tl.float8e4nv, bitcast=True)
-    pairs = tl.join(first, second)
-    return tl.reshape(pairs, (words.shape[0], 2 * words.shape[1])).to(tl.float16)
+    # One instruction. Of bytes that Triton's own operations take apart, LLVM brings each two together again first.
+    if HALF == 0:
+        both = tl.inline_asm_elementwise(WIDEN_LOWER, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        both = tl.inline_asm_elementwise(WIDEN_UPPER, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+    first = both.to(tl.int16).to(tl.float16, bitcast=True)
+    second = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.reshape(tl.join(first, second), (words.shape[0], 2 * words.shape[1]))
 
 
 @triton.jit
