@@ -42,9 +42,6 @@ NAME = "pallas-triton"
 FRAMEWORK = "jax"
 KERNEL_NAME = "moe_gemm_pallas_triton"
 
-READS_PAIRS = True
-"""Whether weights are read in pairs where they can be (`_reads_pairs`); False for a comparison, set before any call."""
-
 SHARED_BYTES = 232448
 """Shared memory that one thread block may use on Hopper."""
 
@@ -220,9 +217,8 @@ def _reads_pairs(problem: Problem, config: Config) -> bool:
     and XLA's Triton does not swizzle what is read in the layout that comes of it: ldmatrix then meets the same banks
     eight times.
     """
-    if not READS_PAIRS or problem.scale_layout != "channel":
-        return False
-    return reads_words(problem, config, w_stride_e=problem.n * problem.k, w_stride_n=problem.k)
+    whole_rows = reads_words(problem, config, w_stride_e=problem.n * problem.k, w_stride_n=problem.k)
+    return whole_rows and problem.scale_layout == "channel"
 
 
 def _in_halves(problem: Problem, config: Config) -> bool:
@@ -383,11 +379,9 @@ def _moe_gemm(
     y = _launch(arrays, problem, order, config, interpret, before)
     if how in ("two-pass", "atomic-fp32"):
         y_before = None if fill is None else jnp.full((problem.slots, problem.n), fill, problem.activation)
-        # Block scales have been applied.
-        unapplied = {
-            "w_scale": problem.scale_layout == "channel", "x_scale": problem.scales_x, "topk_weight": problem.routing_weight
-        }  # fmt: skip
-        arrays = {name: scales[name] for name, needed in unapplied.items() if needed}
+        block_scaled, weighted = problem.scale_layout == "block", problem.routing_weight
+        left_out = {"w_scale": block_scaled, "topk_weight": not weighted}  # applied already; not to be
+        arrays = {name: array for name, array in scales.items() if array is not None and not left_out.get(name)}
         arrays = {"sums": y, "topk_ids": topk_ids.reshape(-1), **arrays}
         y = reduce_parts(arrays, problem, y_before, interpret, name=f"{KERNEL_NAME}_reduce")
     return y.reshape(problem.tokens, problem.top_k, problem.n)

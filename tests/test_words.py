@@ -107,6 +107,27 @@ def test_results_of_pairs(changes: dict[str, int]) -> None:
 
 
 @NUMERICS
+@pytest.mark.parametrize(
+    "backend", ["torch-triton", pytest.param("jax-triton", marks=pytest.mark.slow), "pallas-triton"]
+)
+def test_every_weight_is_widened_exactly(backend: str) -> None:
+    """All finite values of e4m3, each in each of a word's four bytes, by tokens that pick one of K each."""
+    problem = Problem.of("fp8-w8a16", tokens=64, experts=1, n=256, k=64, top_k=1)
+    assert reads_words(problem, SMALL)
+    codes = np.arange(256, dtype=np.uint8)
+    finite = codes[codes & 0x7F != 0x7F].view(cases.float_dtype("float8_e4m3fn"))
+    n, k = np.indices((256, 64))
+    w = finite[(n + k) % finite.size][None]
+    reference = np.swapaxes(w.astype(np.float64), 1, 2).reshape(64, 1, 256)
+    data = cases.Data(
+        problem=problem, x=np.eye(64).astype(cases.float_dtype("bfloat16")), w=w, ids=np.zeros((64, 1), np.int32),
+        w_scale=np.ones((1, 256), np.float32), topk_weight=None, reference=reference,
+    )  # fmt: skip
+    y = run(backend, data, "row", SMALL)
+    assert (y.astype(np.float64) == reference).all()
+
+
+@NUMERICS
 @pytest.mark.parametrize("offset", [1, 4], ids=["odd", "of-words"])
 def test_weights_that_start_anywhere_torch_triton(offset: int) -> None:
     """Words at other addresses than multiples of 16 bytes would fault, or be copied byte by byte."""
