@@ -234,7 +234,7 @@ def test_widened_weights_do_not_serialise_the_products(backend: str) -> None:
     A tall tile's weights go to the instruction from registers, for two sums: as one product a step, XLA's lowering of
     it was such a case, a third slower than Triton's.
     """
-    problem = Problem.of("fp8-w8a16", tokens=128, experts=8, n=512, k=512, top_k=2)
+    problem = Problem.of("fp8-w8a16", tokens=128, experts=8, n=512, k=4096, top_k=2)
     code = compiled(backend, problem, "column", Config(block_m=80, block_n=64, block_k=128, num_stages=3))
     if code.sass is None:
         pytest.skip("no disassembler")
