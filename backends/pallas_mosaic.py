@@ -20,8 +20,9 @@ tiles, so each starts when the other's last steps are being read, and needs no s
 see each of its phases, so each warp-group has `filled` barriers of its own for the same stages.
 
 TMA reads boxes of equally strided rows, so the rows of x that a tile multiplies lie one below the other beforehand:
-`mosaic_rows` says how. XLA takes each slot's row out of the kernel's output afterwards. That last gather also puts the
-zero rows of -1 slots: their tile rows are not computed. Rows of y past a tile's slots are not to be read.
+`mosaic_rows` says how. XLA takes each slot's row out of the kernel's output afterwards, or the kernel does that adds up
+parts of K. That last gather also puts the zero rows of -1 slots: their tile rows are not computed. Rows of y past a
+tile's slots are not to be read.
 
 TMA fills what lies past K with zeros and drops what lies past N. It needs K to be a multiple of 32 bytes (better 128),
 N of 8, and neither smaller than the block; where they are not so, the weights are copied into a padded array on each
@@ -29,7 +30,8 @@ call, which is slow and there for correctness alone.
 
 A split K makes each tile several items of the queue: all first parts, then all second parts, and so on. So the tiles
 in flight together are those that the order puts together, and the last parts, which may have fewer steps, even out the
-queue's end. Float32 parts are stored apart and added by XLA ("two-pass"), or TMA adds them to what memory holds.
+queue's end. Float32 parts are stored apart and added by a kernel of their own (`pallas_triton_rows`, "two-pass"), or
+TMA adds them to what memory holds.
 
 fp8-w8a16 widens its weights in registers, from where wgmma can read its left operand: they cost no second trip through
 shared memory. Block scales multiply the sum of each step in float32, outside the matrix instruction.
@@ -169,7 +171,8 @@ def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, popularity, fill, problem, o
     y_rows = gemm(*rows[:-1], w, w_scale, fill=fill)
     if config.reduction_of(problem.k) == "two-pass":
         arrays = {"sums": y_rows, "position": rows.position, "topk_ids": topk_ids.reshape(-1)}
-        y = reduce_parts(arrays, problem, None, interpret, name=f"{KERNEL_NAME}_reduce")
+        y_before = None if fill is None else jnp.full((problem.slots, problem.n), fill, problem.activation)
+        y = reduce_parts(arrays, problem, y_before, interpret, name=f"{KERNEL_NAME}_reduce")
         return y.reshape(problem.tokens, problem.top_k, problem.n)
     # One matrix, or in the interpreter one for each part of K.
     slot_rows = [part[rows.position, : problem.n] for part in y_rows.reshape(-1, *y_rows.shape[-2:])]

@@ -209,7 +209,8 @@ def _kernel(ref: dict[str, Any], problem: Problem, order: str, config: Config) -
 
 def _reads_pairs(problem: Problem, config: Config) -> bool:
     """Whether e4m3 weights are read two at a time, as int16, and a step of K is two products: the first of the even
-    values of K, the second of the odd ones, where `prepare` has put them in x. Conditions as `reads_words` has them.
+    values of K, the second of the odd ones, where `prepare` has put them in x. Conditions as `reads_words` has them,
+    and channel scales: block scales multiply the sum of each product, and would twice as often.
 
     An operand that is widened element by element keeps, down to the copy to shared memory, the layout of a 16-bit
     operand: Triton swizzles it, copies 16 bytes at a time and reads it by ldmatrix, where of single values a thread
@@ -375,14 +376,17 @@ def _moe_gemm(
     how, output = config.reduction_of(problem.k), _output(problem, config)
     before = None if fill is None else jnp.full(output.shape, fill, output.dtype)
     if how in ("atomic", "atomic-fp32"):
-        before = zeros(output, before, interpret)
+        before = zeros(output, before, interpret, name=f"{KERNEL_NAME}_zero")
     y = _launch(arrays, problem, order, config, interpret, before)
     if how in ("two-pass", "atomic-fp32"):
         y_before = None if fill is None else jnp.full((problem.slots, problem.n), fill, problem.activation)
-        block_scaled, weighted = problem.scale_layout == "block", problem.routing_weight
-        left_out = {"w_scale": block_scaled, "topk_weight": not weighted}  # applied already; not to be
-        arrays = {name: array for name, array in scales.items() if array is not None and not left_out.get(name)}
-        arrays = {"sums": y, "topk_ids": topk_ids.reshape(-1), **arrays}
+        arrays = {"sums": y, "topk_ids": topk_ids.reshape(-1)}
+        if problem.scale_layout == "channel":  # block scales have been applied
+            arrays["w_scale"] = scales["w_scale"]
+        if problem.scales_x:
+            arrays["x_scale"] = scales["x_scale"]
+        if problem.routing_weight:
+            arrays["topk_weight"] = scales["topk_weight"]
         y = reduce_parts(arrays, problem, y_before, interpret, name=f"{KERNEL_NAME}_reduce")
     return y.reshape(problem.tokens, problem.top_k, problem.n)
 
@@ -469,7 +473,8 @@ def _shared_bytes(problem: Problem, config: Config) -> int:
 
     A warp-group instruction (four warps, 64 rows of its left operand) reads its operands from shared memory while the
     next step is loaded, so it holds num_stages buffers. Older instructions copy them to registers first and hold one
-    buffer less; so do weights that are widened, and as right operand they go back to shared memory, 16 bits wide.
+    buffer less; so do weights that are widened, and as right operand they go back to shared memory, 16 bits wide. Two
+    products a step exchange something there where warps outnumber the 16-channel rows of the tile.
     """
     x_bytes = config.block_m * config.block_k * problem.x_itemsize
     w_bytes = config.block_n * config.block_k * problem.w_itemsize
@@ -478,4 +483,6 @@ def _shared_bytes(problem: Problem, config: Config) -> int:
     if problem.dtype != "fp8-w8a16":
         return config.num_stages * (x_bytes + w_bytes)
     widened = 0 if config.swap_ab else 2 * w_bytes
-    return config.num_stages * x_bytes + (config.num_stages - 1) * w_bytes + widened
+    two_products = _reads_pairs(problem, config) or _in_halves(problem, config)
+    exchanged = 512 * config.num_warps if two_products and 16 * config.num_warps > config.block_n else 0
+    return config.num_stages * x_bytes + (config.num_stages - 1) * w_bytes + widened + exchanged

@@ -21,18 +21,18 @@ ROWS_CHUNK = 1024
 """Channels of a program: 8 a thread of four warps, 16 bytes a load or two."""
 
 
-def zeros(shape: jax.ShapeDtypeStruct, before: jax.Array | None, interpret: bool) -> jax.Array:
-    """An array (S, N) or (1, S, N) of zeros, in the buffer of `before` where that is given."""
+def zeros(shape: jax.ShapeDtypeStruct, before: jax.Array | None, interpret: bool, *, name: str) -> jax.Array:
+    """An array (S, N) or (1, S, N) of zeros, in the buffer of `before` where that is given. name: the kernel's"""
     slots, n_size = shape.shape[-2:]
 
-    def moe_gemm_pallas_triton_zero(*refs: Any) -> None:
+    def zero(*refs: Any) -> None:
         out = refs[-1]
         slot, n = _program(n_size)
         target = out.at[slot, n] if len(out.shape) == 2 else out.at[0, slot, n]
         plt.store(target, jnp.zeros(ROWS_CHUNK, out.dtype), mask=n < n_size)
 
     programs = slots * ceil_div(n_size, ROWS_CHUNK)
-    return _call(moe_gemm_pallas_triton_zero, [], shape, before, programs, interpret, "moe_gemm_pallas_triton_zero")
+    return _call(zero, [], shape, before, programs, interpret, name)
 
 
 def reduce_parts(

@@ -243,6 +243,22 @@ def test_widened_weights_do_not_serialise_the_products(backend: str) -> None:
     assert 0 < waits < products / 2
 
 
+@pytest.mark.parametrize(
+    ("rows", "channels", "warps", "stages"),
+    [(64, 64, 4, 4), (64, 64, 8, 3), (48, 64, 8, 3), (64, 128, 8, 3), (64, 128, 16, 2), (64, 64, 16, 2)],
+)
+def test_shared_memory_of_two_products_a_step(rows: int, channels: int, warps: int, stages: int) -> None:
+    """pallas-triton refuses by this figure what the compiler would find too large."""
+    from backends import pallas_triton
+
+    config = Config(block_m=rows, block_n=channels, block_k=128, num_warps=warps, num_stages=stages)
+    weights = {"dtype": "fp8-w8a16", "tokens": 128, "experts": 8, "n": 512, "top_k": 2}
+    for k in (1024, 1088):  # by pairs, and one by one
+        problem = Problem.of(k=k, **weights)
+        expected = pallas_triton._shared_bytes(problem, config)
+        assert compiled("pallas-triton", problem, "row", config).shared_bytes == expected
+
+
 @pytest.mark.parametrize("backend", ["torch-triton", "pallas-mosaic"])
 def test_the_deepest_pipeline_that_is_accepted_fits(backend: str) -> None:
     """What `unsupported` allows, the compiler must not find too large for a thread block."""

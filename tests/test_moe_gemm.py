@@ -289,6 +289,20 @@ def test_unchecked_wrong_expert_gives_zeros(backend: str, wrong: int) -> None:
     check(y, data)
 
 
+@NUMERICS
+@EVERY_BACKEND
+@pytest.mark.parametrize("variant", ["fp16", "fp8-w8a8-channel"])
+def test_rows_without_an_expert_are_zeros_where_parts_are_added(backend: str, variant: str) -> None:
+    """Nobody has written their sums, and what would scale them is NaN, or not there."""
+    ids = np.array([0, -1, 2, 1, -2], np.int32)[:, None]
+    config = Config(block_m=16, block_n=64, block_k=32, num_stages=2, split_k=2)
+    case = cases.Case(name="no-expert", reason="", ids=ids, experts=2, n=64, k=96, config=config)
+    data = _build(case, variant)
+    x = data.x.copy()
+    x[[1, 2, 4]] = np.nan
+    check(run(backend, dataclasses.replace(data, x=x), "row", config), data)
+
+
 def _build(case: cases.Case, variant: str) -> Data:
     """As cases.build, for a case outside the table; ids outside [-1, E) count as -1 in the reference."""
     problem = case.problem(variant)

@@ -107,6 +107,15 @@ def test_results_of_pairs(changes: dict[str, int]) -> None:
 
 
 @NUMERICS
+@pytest.mark.parametrize(("order", "slots"), [("row", 80), ("popular", 20)])
+def test_results_of_pairs_behind_every_plan(order: str, slots: int) -> None:
+    """x is scaled beside one planning program for few slots, beside several for many and in order "popular"."""
+    case = dataclasses.replace(CASE, ids=np.repeat(np.array([0, 2], np.int32), slots // 2)[:, None])
+    data = cases.data_of(case, "fp8-w8a16-channel")
+    check(run("pallas-triton", data, order, SMALL), data)
+
+
+@NUMERICS
 @pytest.mark.parametrize(
     "backend", ["torch-triton", pytest.param("jax-triton", marks=pytest.mark.slow), "pallas-triton"]
 )

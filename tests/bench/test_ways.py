@@ -68,3 +68,21 @@ def test_time_on_the_host_does_not_count() -> None:
 
     ways = {"quick": quick, "slow on the host": slow_on_the_host}
     assert fastest_way(contender(quick), ways, device).call is slow_on_the_host
+
+
+@pytest.mark.parametrize(("reduction", "counted"), [("two-pass", "moe_gemm_mosaic"), ("atomic", None)])
+def test_a_kernel_that_adds_parts_of_k_counts(reduction: str, counted: str | None) -> None:
+    """By its name, where all that a split K needs has the GEMM kernel's; else all kernels of the call count."""
+    import jax
+
+    from bench import data
+    from bench.contenders import prepare
+    from shared.config import Config
+
+    row = next(row for row in cases.rows("rehearsal") if (row.contender, row.dtype) == ("pallas-mosaic", "fp16"))
+    built = data.build(row.case, row.dtype, "channel", device="cpu")
+    config = Config(block_m=16, block_n=64, block_k=32, num_stages=2, split_k=2, reduction=reduction)
+    found = prepare(row, built, Rehearsal(), config=config)
+    assert found.kernel_name == counted
+    names = str(jax.make_jaxpr(found.call)(*found.arguments))
+    assert ("name=moe_gemm_mosaic_reduce" in names) == (reduction == "two-pass")
