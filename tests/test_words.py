@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,26 +34,17 @@ def reads_words(problem: Problem, config: Config, *, w_stride_e: int = 0, w_stri
 
 
 @pytest.mark.parametrize("halves_of", [32, 64, 256])
-def test_a_half_has_two_bytes_of_each_word(halves_of: int) -> None:
+@pytest.mark.parametrize(("place_of", "together", "own"), [(fp8.place_of, 4, 2), (fp8.parity_place_of, 2, 1)])
+def test_a_half_has_its_share_of_each_word_or_pair(place_of: Any, together: int, own: int, halves_of: int) -> None:
+    """Of `together` weights read as one, the first product has the `own` lowest."""
     k = np.arange(4 * halves_of)
-    place = fp8.place_of(k, halves_of)
+    place = place_of(k, halves_of)
     assert sorted(place) == k.tolist()
     assert (place // halves_of == k // halves_of).all(), "a value stays in its step of K"
     second = place % halves_of >= halves_of // 2
-    assert (second == (k % 4 >= 2)).all(), "the first product has the lower two bytes of each word"
-    order = np.argsort(place)[: halves_of // 2]
-    assert (np.diff(order) > 0).all(), "in their order"
-
-
-@pytest.mark.parametrize("halves_of", [32, 64, 256])
-def test_a_half_has_one_value_of_each_pair(halves_of: int) -> None:
-    k = np.arange(4 * halves_of)
-    place = fp8.parity_place_of(k, halves_of)
-    assert sorted(place) == k.tolist()
-    assert (place // halves_of == k // halves_of).all(), "a value stays in its step of K"
-    second = place % halves_of >= halves_of // 2
-    assert (second == (k % 2 == 1)).all(), "the first product has the lower byte of each pair"
-    assert (np.diff(np.argsort(place)[: halves_of // 2]) > 0).all(), "in their order"
+    assert (second == (k % together >= own)).all()
+    for half in (k[~second], k[second]):
+        assert (np.diff(place[half]) > 0).all(), "in their order"
 
 
 @NUMERICS
