@@ -28,6 +28,7 @@ KINDS = {
     "bulk copies (TMA)": r"\bcp\.async\.bulk\.tensor\.\dd\.shared",
     "16-byte copies": r"\bcp\.async\.c[ag]\.shared",
     "e4m3 pairs widened": r"\bcvt\.\S*e4m3x2",
+    "barriers of the thread block": r"\bbar\.sync\s+0;",
 }
 
 

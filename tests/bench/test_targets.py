@@ -401,9 +401,12 @@ def test_what_is_read_off_compiled_kernels() -> None:
     cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r5,%r5}], [%r1];
     cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
     cvt.rn.f16x2.e4m3x2 %r1, %rs1;
+    bar.sync 0;
+    bar.sync 1, 128;
+    bar.warp.sync -1;
     """
     read = disassembly.read(Compiled(ptx=ptx, sass=None, registers=40, spills=0, shared_bytes=2048))
-    assert list(read["instructions"].values()) == [2, 1, 1, 1]
+    assert list(read["instructions"].values()) == [2, 1, 1, 1, 1]
     assert read["shapes"] == {"m16n8k16": 1, "m64n8k16": 1}
     row = {"case": "c", "dtype": "fp16", "backend": "b", "config": "16x64x64", **read}
     headings, (line,) = disassembly.table([row])
