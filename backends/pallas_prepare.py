@@ -233,7 +233,7 @@ def scale_token(ref: Refs, token: jax.Array, problem: Problem, halves_of: int = 
     its scale. shared/fp8.py's quantise_token or scale_token, bit for bit.
 
     A row of one chunk stays in registers; a longer one is read twice. halves_of: 0, or how many values of K, a divisor
-    of it, a kernel takes in two products, the even ones before the odd ones: shared/fp8.py's `parity_place_of`.
+    of it, a kernel takes in two products, the even ones before the odd ones: shared/fp8.py's `place_of`, for pairs.
     """
     to_fp8, columns = problem.quantises_x, ref["scaled"].shape[1]
     chunk = min(ROW_CHUNK, max(256, power_of_two(columns)))

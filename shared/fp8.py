@@ -92,20 +92,15 @@ def _scale_of(amax: np.ndarray) -> np.ndarray:
     return np.where(amax > 0, np.maximum(amax / np.float32(FP8_MAX), tiny), 1).astype(np.float32)
 
 
-def place_of(k: np.ndarray, halves_of: int) -> np.ndarray:
-    """Where value k of a row of activations stands for a kernel that reads e4m3 weights as 32-bit words.
+def place_of(k: np.ndarray, halves_of: int, together: int) -> np.ndarray:
+    """Where value k of a row of activations stands for a kernel that reads `together` e4m3 weights as one element: 4 as
+    a 32-bit word, 2 as a pair.
 
-    Such a kernel multiplies halves_of values of K (a multiple of 4) in two products, the first with the lower two bytes
-    of each word, the second with the upper two. Of every halves_of values, 0 1 4 5 8 9 ... come first, then 2 3 6 7 ...
+    Such a kernel multiplies halves_of values of K (a multiple of `together`) in two products, the first with the lower
+    half of each element's bytes, the second with the upper. Of every halves_of values, for words 0 1 4 5 8 9 ... come
+    first, then 2 3 6 7 ...; for pairs 0 2 4 6 ..., then 1 3 5 7 ...
     """
-    half = halves_of // 2
-    return k // halves_of * halves_of + k % 4 // 2 * half + k % halves_of // 4 * 2 + k % 2
-
-
-def parity_place_of(k: np.ndarray, halves_of: int) -> np.ndarray:
-    """Where value k of a row of activations stands for a kernel that reads e4m3 weights in pairs.
-
-    Such a kernel multiplies halves_of values of K (an even number) in two products, the first with the lower bytes of
-    pairs, the second with the upper ones. Of every halves_of values, 0 2 4 6 ... come first, then 1 3 5 7 ...
-    """
-    return k // halves_of * halves_of + k % 2 * (halves_of // 2) + k % halves_of // 2
+    own = together // 2
+    half = k % together // own
+    within = k % halves_of // together * own + k % own
+    return k // halves_of * halves_of + half * (halves_of // 2) + within

@@ -33,49 +33,50 @@ def reads_words(problem: Problem, config: Config, *, w_stride_e: int = 0, w_stri
     )
 
 
+EVERY_KIND_OF_TILE = pytest.mark.parametrize(
+    "changes",
+    [{}, {"block_m": 48}, pytest.param({"block_m": 96}, marks=pytest.mark.slow), {"split_k": 2}],
+    ids=["one-block", "two-blocks", "half-tail", "split"],
+)
+
+
 @pytest.mark.parametrize("halves_of", [32, 64, 256])
-@pytest.mark.parametrize(("place_of", "together", "own"), [(fp8.place_of, 4, 2), (fp8.parity_place_of, 2, 1)])
-def test_a_half_has_its_share_of_each_word_or_pair(place_of: Any, together: int, own: int, halves_of: int) -> None:
-    """Of `together` weights read as one, the first product has the `own` lowest."""
+@pytest.mark.parametrize("together", [4, 2])
+def test_a_half_has_its_share_of_each_word_or_pair(together: int, halves_of: int) -> None:
+    """Of so many weights read as one, the first product has the lower half."""
     k = np.arange(4 * halves_of)
-    place = place_of(k, halves_of)
+    place = fp8.place_of(k, halves_of, together)
     assert sorted(place) == k.tolist()
     assert (place // halves_of == k // halves_of).all(), "a value stays in its step of K"
     second = place % halves_of >= halves_of // 2
-    assert (second == (k % together >= own)).all()
+    assert (second == (k % together >= together // 2)).all()
     for half in (k[~second], k[second]):
         assert (np.diff(place[half]) > 0).all(), "in their order"
 
 
 @NUMERICS
-@pytest.mark.parametrize(("k", "halves_of"), [(256, 256), (768, 64), (16384 + 64, 64)])
-def test_prepare_of_pallas_brings_x_to_that_order(k: int, halves_of: int) -> None:
-    """The longest row is read in two chunks."""
+@pytest.mark.parametrize(
+    ("scale", "together", "k", "halves_of"),
+    [
+        (triton_scale, 4, 256, 256),
+        (triton_scale, 4, 768, 64),
+        (pallas_scale, 2, 256, 256),
+        (pallas_scale, 2, 768, 64),
+        (pallas_scale, 2, 16384 + 64, 64),  # read in two chunks
+    ],
+)
+def test_prepare_brings_x_to_that_order(scale: Any, together: int, k: int, halves_of: int) -> None:
     x = np.random.default_rng(0).normal(size=(3, k)).astype(cases.float_dtype("bfloat16"))
-    scaled, scale = pallas_scale(x, "float16", halves_of)
+    scaled, x_scale = scale(x, "float16", halves_of)
     expected, expected_scale = fp8.scale_token(x)
-    assert (scaled[:, fp8.parity_place_of(np.arange(k), halves_of)] == expected).all()
-    assert (scale == expected_scale).all()
-
-
-@NUMERICS
-@pytest.mark.parametrize(("k", "halves_of"), [(256, 256), (768, 64)])
-def test_prepare_brings_x_to_that_order(k: int, halves_of: int) -> None:
-    x = np.random.default_rng(0).normal(size=(3, k)).astype(cases.float_dtype("bfloat16"))
-    scaled, scale = triton_scale(x, "float16", halves_of)
-    expected, expected_scale = fp8.scale_token(x)
-    assert (scaled[:, fp8.place_of(np.arange(k), halves_of)] == expected).all()
-    assert (scale == expected_scale).all()
+    assert (scaled[:, fp8.place_of(np.arange(k), halves_of, together)] == expected).all()
+    assert (x_scale == expected_scale).all()
 
 
 @NUMERICS
 @pytest.mark.parametrize("backend", ["torch-triton", pytest.param("jax-triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", ["fp8-w8a16-channel", "fp8-w8a16-block"])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"block_m": 48}, pytest.param({"block_m": 96}, marks=pytest.mark.slow), {"split_k": 2}],
-    ids=["one-block", "two-blocks", "half-tail", "split"],
-)
+@EVERY_KIND_OF_TILE
 def test_results(changes: dict[str, int], variant: str, backend: str) -> None:
     config = SMALL.replace(**changes)
     data = cases.data_of(dataclasses.replace(CASE, config=config), variant)
@@ -84,11 +85,7 @@ def test_results(changes: dict[str, int], variant: str, backend: str) -> None:
 
 
 @NUMERICS
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"block_m": 48}, pytest.param({"block_m": 96}, marks=pytest.mark.slow), {"split_k": 2}],
-    ids=["one-block", "two-blocks", "half-tail", "split"],
-)
+@EVERY_KIND_OF_TILE
 def test_results_of_pairs(changes: dict[str, int]) -> None:
     from backends import pallas_triton
 
