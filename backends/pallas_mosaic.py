@@ -33,6 +33,8 @@ in flight together are those that the order puts together, and the last parts, w
 queue's end. Float32 parts are stored apart and added by a kernel of their own (`pallas_triton_rows`, "two-pass"), or
 TMA adds them to what memory holds.
 
+L2 is told to evict weights first where x and y take little of it (`mosaic_policy`): at decode each is read once.
+
 fp8-w8a16 widens its weights in registers, from where wgmma can read its left operand: they cost no second trip through
 shared memory. Block scales multiply the sum of each step in float32, outside the matrix instruction.
 
@@ -52,13 +54,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from backends import mosaic_config, mosaic_rows
+from backends import mosaic_config, mosaic_policy, mosaic_rows
 from backends.compiled import Compiled
 from backends.mosaic_config import (
     COMPUTE_REGISTERS,
     FETCH_REGISTERS,
     REGISTERS_OF_THREE,
     blocks_per_sm,
+    evicts_weights_first,
     heights_up_to,
     output_shape,
     registers_of_thread,
@@ -85,6 +88,7 @@ SWIZZLES = (128, 64, 32)
 copies whole columns, so a row of w and of x is a multiple of the width."""
 EARLY_ROWS = 32
 """Rows of a tile whose scales are read before its stream: each thread holds a quarter of them meanwhile."""
+mosaic_policy.install()
 _interpreting = threading.Lock()
 """Mosaic's interpreter keeps its memory in one place for the whole process: one call at a time."""
 
@@ -452,7 +456,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             num_threads=groups + 1,
             thread_name="group",
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-            kernel_name=KERNEL_NAME,
+            kernel_name=mosaic_policy.evict_first(KERNEL_NAME) if evicts_weights_first(problem) else KERNEL_NAME,
             interpret=plgpu.InterpretGPUParams() if interpret else None,
         )
         operands = [arrays[i] for i in given]
