@@ -199,6 +199,10 @@ MUTANTS = (
     Mutant("mosaic: an expert without slots clears another's scales", "backends/mosaic_rows.py", "last | (own_count == 0), 0,", "last, 0,", ("tests/test_mosaic.py", "-k", "find_the_rows")),
     Mutant("mosaic: too few rows of x", "backends/mosaic_rows.py", "16 * problem.slots // 9", "15 * problem.slots // 9", ("tests/test_mosaic.py", "-k", "lie_together")),
     Mutant("mosaic: last band not cut", MOSAIC, "rows = jnp.minimum(group_m, tile_rows - first_row)", "rows = jnp.int32(group_m)", ("tests/test_tile_order.py", "-k", "pallas_equals and pallas-mosaic")),
+    Mutant("mosaic: no weights evicted first", "backends/mosaic_policy.py", "== WEIGHT_RANK and", "== 9 and", ("tests/test_mosaic.py", "-k", "alone_have_the_policy and one-column")),
+    Mutant("mosaic: x evicted first as well", "backends/mosaic_policy.py", "== WEIGHT_RANK and", ">= 2 and", ("tests/test_mosaic.py", "-k", "alone_have_the_policy and one-column")),
+    Mutant("mosaic: every kernel evicts weights first", "backends/mosaic_policy.py", "_kernel_name().endswith(_SUFFIX)", "_kernel_name()", ("tests/test_mosaic.py", "-k", "alone_have_the_policy and much")),
+    Mutant("mosaic: y counts for nothing in L2", "backends/mosaic_config.py", "problem.write_bytes() // 2", "0", ("tests/test_mosaic.py", "-k", "little_else_is_in_l2")),
     Mutant("mosaic: unknown expert not zeroed", MOSAIC, "(topk_ids >= 0) & (topk_ids < problem.experts)", "(topk_ids >= 0)", gemm("pallas-mosaic", "unchecked")),
     Mutant("mosaic: -1 rows not zeroed", MOSAIC, "has_expert = (topk_ids >= 0) &", "has_expert = (topk_ids >= -1) &", gemm("pallas-mosaic", "some-minus-one")),
 )  # fmt: skip

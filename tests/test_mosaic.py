@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax.experimental.mosaic.gpu import launch_context
 
 import backends
-from backends import mosaic_config, mosaic_rows, pallas_mosaic
+from backends import mosaic_config, mosaic_policy, mosaic_rows, pallas_mosaic
 from shared import models
 from shared.config import Config
 from shared.problem import Problem
@@ -302,6 +303,54 @@ def test_in_row_order_the_first_loads_wait_for_nothing(tokens: int, loads: int) 
     code = backends.load(BACKEND).compile_only(problem, "row", Config(block_m=32, num_stages=3))
     start, _, _ = code.ptx[code.ptx.rindex("bar.sync \t0;") :].partition("bra")
     assert start.count("ld.global") == loads
+
+
+@pytest.mark.parametrize(
+    ("name", "gemm", "tokens", "dtype", "first"),
+    [
+        ("mixtral-8x7b", "gate-up", 8, "fp16", True),
+        ("qwen3-30b-a3b", "gate-up", 256, "fp16", True),  # 8.4 MB of x, 6.3 of y
+        ("deepseek-v3", "gate-up", 128, "fp16", False),  # 14.7 MB of x
+        ("deepseek-v3", "gate-up", 128, "fp8-w8a8", True),  # half as many
+        ("deepseek-v3", "down", 128, "fp16", True),  # 14.7 MB of y, which appear meanwhile
+        ("deepseek-v3", "down", 512, "fp16", False),
+    ],
+)
+def test_weights_are_evicted_first_where_little_else_is_in_l2(
+    name: str, gemm: str, tokens: int, dtype: str, first: bool
+) -> None:
+    problem = models.model(name).problem(gemm, tokens, dtype)
+    assert mosaic_config.evicts_weights_first(problem) == first
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize(
+    ("problem", "evicted"),
+    [
+        (Problem.of("fp16", tokens=64, experts=8, n=128, k=64, top_k=2), True),  # one column of shared memory deep
+        (Problem.of("fp16", tokens=64, experts=1, n=128, k=128, top_k=1), True),  # an array of one matrix
+        (Problem.of("fp16", tokens=4096, experts=8, n=4096, k=128, top_k=2), False),
+    ],
+    ids=["one-column", "one-expert", "much-of-x-and-y"],
+)
+def test_copies_of_weights_alone_have_the_policy(problem: Problem, evicted: bool) -> None:
+    """For sm_90a: an L2 policy for each copy of weights and none of x, which has one of these for each height; and no
+    policy in a kernel that is not to have it, though Mosaic's lowering asks `mosaic_policy` for each."""
+    config = Config(block_k=64, num_stages=3)
+    assert mosaic_config.evicts_weights_first(problem) == evicted
+    ptx = backends.load(BACKEND).compile_only(problem, "row", config).ptx
+    copies = re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared\S*", ptx)
+    with_policy = [copy for copy in copies if copy.endswith(".L2::cache_hint")]
+    heights = mosaic_config.heights_up_to(config.block_m)
+    assert len(copies) % (1 + len(heights)) == 0
+    assert len(with_policy) == (len(copies) // (1 + len(heights)) if evicted else 0)
+
+
+def test_a_lowering_without_the_policy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A JAX that lowers its copies by other means would leave the policy out, and no result would show it."""
+    monkeypatch.setattr(launch_context, "nvvm", object())
+    with pytest.raises(ImportError, match=r"no nvvm\.cp_async_bulk_tensor_shared_cluster_global"):
+        mosaic_policy.install()
 
 
 @pytest.mark.compile_only
