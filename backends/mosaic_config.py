@@ -21,8 +21,9 @@ FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
 """Registers of a thread. Three warp-groups that share an SM's have REGISTERS_OF_THREE each, or a few more; where those
 that multiply need more, the one that fetches gives up what it does not need."""
 KEPT_IN_L2 = 13 << 20
-"""Bytes of x and y, about a quarter of an H200's L2, up to which weights are evicted first. With more, the kernels got
-slower by it; why was not found out (*What each step predicted* in notes/performance.md)."""
+"""Bytes of x and y, about a quarter of an H200's L2, up to which weights are evicted first. With more, most kernels got
+slower by it; why was not found out (*What each step predicted* in notes/performance.md). Between 11.5 and 15.2 million
+nothing was measured."""
 SHARED_ALIGNMENT = 1024
 """Bytes: each shared-memory array starts at a multiple of this (the period of the 128-byte swizzle)."""
 
@@ -80,7 +81,9 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 def evicts_weights_first(problem: Problem) -> bool:
     """Whether L2 is to evict weights, which are read once at decode, before what the kernel reads or writes besides.
 
-    The rows of x are there from the start, those of y come meanwhile: half of them on average.
+    The rows of x are there from the start, those of y come meanwhile: half of them on average. Measured with uniform
+    routing, where an expert's slots fit one tile row; with more tile rows weights are read again, and out of L2 maybe
+    not as often.
     """
     rows_of_x = problem.slots * problem.k * problem.x_itemsize
     return rows_of_x + problem.write_bytes() // 2 <= KEPT_IN_L2

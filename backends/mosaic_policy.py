@@ -1,13 +1,16 @@
 """How long L2 keeps what a Mosaic GPU kernel's bulk copies read: Pallas's copies have no argument for it.
 
 In a kernel named by `evict_first`, copies of arrays of WEIGHT_RANK dimensions are evicted first from L2. The policy
-becomes an operand of the copy instruction as Mosaic lowers it; what other kernels copy is left as it was.
+becomes an operand of the copy instruction as Mosaic lowers it. For that, `install` puts itself between JAX's Mosaic
+lowering and its dialect, in the whole process; what other kernels copy is lowered as it was.
 
 Source: the PTX manual on cp.async.bulk.tensor, `.L2::cache_hint`.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from typing import Any
 
@@ -21,6 +24,7 @@ _EVICT_FIRST = 0x12F0000000000000
 """The policy that createpolicy.fractional.L2::evict_first makes for all of the data. CUTLASS has the value as
 TMA::CacheHintSm90::EVICT_FIRST."""
 _COPY = "cp_async_bulk_tensor_shared_cluster_global"
+_OPERAND = "l2_cache_hint"
 
 
 def evict_first(name: str) -> str:
@@ -43,25 +47,32 @@ class _WithPolicy:
         self._nvvm = nvvm
 
     def __getattr__(self, name: str) -> Any:
-        if name != _COPY or not _lowering.evicts_first:
-            return getattr(self._nvvm, name)
-        return self._copy
-
-    def _copy(self, *arguments: Any, **options: Any) -> Any:
-        policy = utils.c(_EVICT_FIRST, ir.IntegerType.get_signless(64))
-        return getattr(self._nvvm, _COPY)(*arguments, l2_cache_hint=policy, **options)
+        if name == "_nvvm":  # of a copy that has none yet
+            raise AttributeError(name)
+        found = getattr(self._nvvm, name)
+        return functools.partial(_copy, found) if name == _COPY and _lowering.evicts_first else found
 
 
-def install() -> None:
-    """Let Mosaic's lowering ask here, once. Raises ImportError where this JAX lowers copies by other means: a kernel
-    without the policy is slower, and nothing else would tell."""
+def _copy(plain: Any, *arguments: Any, **options: Any) -> Any:
+    policy = utils.c(_EVICT_FIRST, ir.IntegerType.get_signless(64))
+    return plain(*arguments, **{_OPERAND: policy}, **options)
+
+
+def install() -> str | None:
+    """Let Mosaic's lowering ask here, once a process. None where it does; else why it cannot, and what to do about it:
+    where JAX lowers copies by other means, kernels would go without the policy, and nothing but their time would tell.
+    """
     mosaic: Any = launch_context
-    if isinstance(mosaic.nvvm, _WithPolicy):
-        return
-    if not hasattr(mosaic.nvvm, _COPY):
-        raise ImportError(f"Mosaic GPU of this JAX has no nvvm.{_COPY}: backends/mosaic_policy.py is written for 0.11")
-    mosaic.nvvm = _WithPolicy(mosaic.nvvm)
-    plain = mosaic.LaunchContext.async_copy
+    plain: Any = getattr(getattr(mosaic, "LaunchContext", None), "async_copy", None)
+    if getattr(plain, "has_policy", False):
+        return None
+    copy = getattr(getattr(mosaic, "nvvm", None), _COPY, None)
+    lowers_by_it = _COPY in getattr(getattr(plain, "__code__", None), "co_names", ())
+    if copy is None or not lowers_by_it or _OPERAND not in inspect.signature(copy).parameters:
+        return (
+            f"this JAX's Mosaic GPU does not lower its bulk copies by nvvm.{_COPY} with {_OPERAND}, as "
+            "backends/mosaic_policy.py needs: install jax[cuda13]>=0.11,<0.12, or use another backend"
+        )
 
     def async_copy(self: Any, *, src_ref: ir.Value, **options: Any) -> None:
         before = _lowering.evicts_first
@@ -71,7 +82,9 @@ def install() -> None:
         finally:
             _lowering.evicts_first = before
 
-    mosaic.LaunchContext.async_copy = async_copy
+    async_copy.has_policy = True  # type: ignore[attr-defined]  # by name: this module may be imported anew
+    mosaic.nvvm, mosaic.LaunchContext.async_copy = _WithPolicy(mosaic.nvvm), async_copy
+    return None
 
 
 def _kernel_name() -> str:
@@ -79,4 +92,4 @@ def _kernel_name() -> str:
     operation: Any = ir.InsertionPoint.current.block.owner
     while operation.parent is not None:
         operation = operation.parent
-    return ir.StringAttr(operation.attributes["sym_name"]).value
+    return ir.StringAttr(operation.attributes["sym_name"]).value if "sym_name" in operation.attributes else ""

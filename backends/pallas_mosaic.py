@@ -88,7 +88,8 @@ SWIZZLES = (128, 64, 32)
 copies whole columns, so a row of w and of x is a multiple of the width."""
 EARLY_ROWS = 32
 """Rows of a tile whose scales are read before its stream: each thread holds a quarter of them meanwhile."""
-mosaic_policy.install()
+_NO_POLICY = mosaic_policy.install()
+"""Why weights cannot be evicted first here; None where they can."""
 _interpreting = threading.Lock()
 """Mosaic's interpreter keeps its memory in one place for the whole process: one call at a time."""
 
@@ -106,8 +107,8 @@ class Tile(NamedTuple):
 
 def unavailable(*, interpret: bool) -> str | None:
     """None where the backend can run; else why not, and what to do about it."""
-    if interpret:
-        return None
+    if interpret or _NO_POLICY:
+        return None if interpret else _NO_POLICY
     try:
         return _not_hopper(jax.devices("gpu")[0])
     except RuntimeError:
@@ -149,6 +150,8 @@ def moe_gemm(
     popularity: (E,) int32, read by order "popular" alone; None: the slot counts of this call.
     Traceable by `jax.jit`; plans, gathers and, for fp8-w8a8, quantises x on the device.
     """
+    if not interpret and _NO_POLICY:
+        raise BackendUnavailable(f"backend {NAME} cannot run: {_NO_POLICY}")
     if not interpret and not isinstance(x, jax.core.Tracer) and (refusal := _not_hopper(next(iter(x.devices())))):
         raise BackendUnavailable(f"backend {NAME} cannot run on {next(iter(x.devices()))}: {refusal}")
     blocks = INTERPRETER_BLOCKS if interpret else _sms(x) * blocks_per_sm(problem, config)
@@ -462,9 +465,8 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         operands = [arrays[i] for i in given]
         if before is None:
             return kernel(*operands)
-        y = jax.new_ref(jnp.full(y_type.shape, before, y_type.dtype))
-        kernel(*operands, y)
-        return jax.freeze(y)
+        # Not jax.new_ref, whose effect a caller's jit cannot take out of the custom_jvp_call around this.
+        return pl.run_state(lambda y: kernel(*operands, y))(jnp.full(y_type.shape, before, y_type.dtype))
 
     return call
 

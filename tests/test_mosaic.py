@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import importlib.util
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis.extra.numpy as hnp
 import jax
@@ -11,12 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jax.experimental.mosaic.gpu import launch_context
 
 import backends
-from backends import mosaic_config, mosaic_policy, mosaic_rows, pallas_mosaic
+from backends import mosaic_config, mosaic_policy, mosaic_rows, pallas_mosaic, xla_compile
 from shared import models
-from shared.config import Config
+from shared.config import REDUCTIONS, Config
 from shared.problem import Problem
 from tests import cases
 from tests.cases import CASES, build
@@ -344,13 +347,117 @@ def test_copies_of_weights_alone_have_the_policy(problem: Problem, evicted: bool
     heights = mosaic_config.heights_up_to(config.block_m)
     assert len(copies) % (1 + len(heights)) == 0
     assert len(with_policy) == (len(copies) // (1 + len(heights)) if evicted else 0)
+    policies = re.findall(r"\.L2::cache_hint [^;]*\], (%rd\d+);", ptx)
+    assert len(policies) == len(with_policy)
+    for policy in policies:  # what createpolicy.fractional.L2::evict_first makes, by CUTLASS
+        assert re.search(rf"mov\.b64\s+{policy}, {0x12F0 << 48};", ptx)
 
 
-def test_a_lowering_without_the_policy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A JAX that lowers its copies by other means would leave the policy out, and no result would show it."""
-    monkeypatch.setattr(launch_context, "nvvm", object())
-    with pytest.raises(ImportError, match=r"no nvvm\.cp_async_bulk_tensor_shared_cluster_global"):
-        mosaic_policy.install()
+class _Mosaic:
+    """A stand-in for JAX's `launch_context`, whose copy is lowered by nvvm."""
+
+    class nvvm:
+        @staticmethod
+        def cp_async_bulk_tensor_shared_cluster_global(l2_cache_hint: object = None) -> object:
+            return l2_cache_hint
+
+    def __init__(self) -> None:
+        mosaic = self
+
+        class LaunchContext:
+            def async_copy(self, *, src_ref: object) -> None:
+                mosaic.nvvm.cp_async_bulk_tensor_shared_cluster_global()
+
+        self.LaunchContext: Any = LaunchContext
+
+
+@pytest.mark.parametrize("lacking", ["nvvm", "copy", "operand", "LaunchContext", "async_copy", "lowering by it"])
+def test_a_lowering_that_would_leave_the_policy_out_is_refused(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of it is replaced, so that asking again says the same; a call says what to install."""
+    mosaic: Any = _Mosaic()
+    if lacking == "nvvm":
+        mosaic.nvvm = None
+    elif lacking == "copy":
+        mosaic.nvvm = object()
+    elif lacking == "operand":
+        mosaic.nvvm = SimpleNamespace(cp_async_bulk_tensor_shared_cluster_global=lambda: None)
+    elif lacking == "LaunchContext":
+        del mosaic.LaunchContext
+    elif lacking == "async_copy":
+        del mosaic.LaunchContext.async_copy
+    else:
+        mosaic.LaunchContext.async_copy = lambda self, *, src_ref: None
+    before = mosaic.nvvm
+    monkeypatch.setattr(mosaic_policy, "launch_context", mosaic)
+    for _ in range(2):
+        reason = mosaic_policy.install()
+        assert reason is not None
+        assert "install jax[cuda13]" in reason
+        assert mosaic.nvvm is before
+
+    monkeypatch.setattr(pallas_mosaic, "_NO_POLICY", reason)
+    assert pallas_mosaic.unavailable(interpret=False) == reason
+    assert pallas_mosaic.unavailable(interpret=True) is None
+    with pytest.raises(backends.BackendUnavailable, match=r"install jax\[cuda13\]"):
+        pallas_mosaic.compile_only(models.model("mixtral-8x7b").problem("down", 8, "fp16"), "row", Config(num_stages=3))
+
+
+def test_the_policy_is_put_in_once_and_for_the_thread_that_lowers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the module is imported, as for two checkouts in one process; another thread's copies have none."""
+    mosaic: Any = _Mosaic()
+    monkeypatch.setattr(mosaic_policy, "launch_context", mosaic)
+    assert mosaic_policy.install() is None
+    lowering = mosaic.LaunchContext.async_copy
+    anew = importlib.util.module_from_spec(mosaic_policy.__spec__)
+    mosaic_policy.__spec__.loader.exec_module(anew)
+    anew.launch_context = mosaic
+    assert anew.install() is None
+    assert mosaic.LaunchContext.async_copy is lowering
+
+    monkeypatch.setattr(mosaic_policy._lowering, "evicts_first", True)
+    number = SimpleNamespace(get_signless=lambda bits: bits)
+    monkeypatch.setattr(mosaic_policy, "ir", SimpleNamespace(IntegerType=number))
+    monkeypatch.setattr(mosaic_policy.utils, "c", lambda value, of: value)
+    copy = "cp_async_bulk_tensor_shared_cluster_global"
+    assert getattr(mosaic.nvvm, copy)() == mosaic_policy._EVICT_FIRST
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: getattr(mosaic.nvvm, copy)()).result() is None
+
+
+def test_the_policy_is_taken_back_after_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after one that fails to lower: the next kernel's copies are its own."""
+    mosaic: Any = _Mosaic()
+    monkeypatch.setattr(mosaic_policy, "launch_context", mosaic)
+    assert mosaic_policy.install() is None
+    monkeypatch.setattr(mosaic_policy, "ir", SimpleNamespace(MemRefType=lambda of: SimpleNamespace(rank=of)))
+    monkeypatch.setattr(mosaic_policy, "_kernel_name", lambda: mosaic_policy.evict_first("kernel"))
+    seen = []
+
+    def fail(*_: object, **__: object) -> None:
+        seen.append(mosaic_policy._lowering.evicts_first)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(mosaic_policy, "_copy", fail)
+    with pytest.raises(ZeroDivisionError):
+        mosaic.LaunchContext().async_copy(src_ref=SimpleNamespace(type=3))
+    assert (seen, mosaic_policy._lowering.evicts_first) == ([True], False)
+    mosaic.LaunchContext().async_copy(src_ref=SimpleNamespace(type=2))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_callers_jit_takes_a_split_k(reduction: str) -> None:
+    """Lowered for a GPU through the public door, whose custom derivatives stand around the backend's call."""
+    problem = models.model("mixtral-8x7b").problem("down", 8, "fp16")
+    config = Config(num_stages=3, split_k=2, reduction=reduction)
+
+    def call(x: jax.Array, w: jax.Array, ids: jax.Array) -> jax.Array:
+        return backends.moe_gemm(x, w, ids, mode="fp16", order="row", config=config, backend=BACKEND)
+
+    x, w, ids, *_ = xla_compile.argument_types(problem)
+    module = xla_compile.lower(call, [x, w, ids]).compiler_ir()
+    names = [str(call.attributes["call_target_name"]) for call in xla_compile.custom_calls(module)]
+    assert sum("mosaic_gpu" in name for name in names) == 1
 
 
 @pytest.mark.compile_only
