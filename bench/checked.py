@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.registry import BACKENDS
-from bench import tables
+from bench import results, tables
 from bench.sanitize.matrix import TOOLS
 from bench.tables import NOT_MEASURED
 from bench.terminal import Table
@@ -31,17 +31,26 @@ def sanitizer_text(report: dict[str, Any]) -> str:
     about = f"compute-sanitizer {report['compute_sanitizer'].split()[1]} on one {report['gpu']}, {report['date'][:10]}"
     total = f"{len(report['results'])} launches in {report['seconds']:.0f} s"
     end = "" if report["complete"] else "; the run was stopped before its end"
-    return f"{about}: {total}{end}.\n\n{tables.markdown(sanitizer_table(report))}"
+    return f"{about}: {total}{end}.{_since(report)}\n\n{tables.markdown(sanitizer_table(report))}"
+
+
+def _since(report: dict[str, Any]) -> str:
+    """Whether a report is of the kernels as they are."""
+    if "sources" not in report:
+        return " It does not say of which sources of the kernels."
+    return "" if report["sources"] == results.sources() else " The kernels' sources have changed since."
 
 
 def fuzz_table(reports: list[dict[str, Any]]) -> Table:
-    """A row a run; examples and failures of each backend."""
+    """A row a run; examples and failures of each backend; whether its kernels were those of today's sources."""
     lines = []
     for report in sorted(reports, key=lambda r: r["date"]):
         failed = [failure["example"].split()[0] for failure in report["failures"]]
         cells = [f"{report['examples'][b]} ({failed.count(b)} failed)" for b in BACKENDS]
-        lines.append([report["date"][:8], str(report["seed"]), *cells, f"{report['seconds']:.0f}"])
-    return ["date", "seed", *BACKENDS, "seconds"], lines
+        known = report.get("sources")
+        present = "not recorded" if known is None else "yes" if known == results.sources() else "no"
+        lines.append([report["date"][:8], str(report["seed"]), *cells, f"{report['seconds']:.0f}", present])
+    return ["date", "seed", *BACKENDS, "seconds", "of the present sources"], lines
 
 
 def fuzz_text(reports: list[dict[str, Any]]) -> str:

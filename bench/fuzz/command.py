@@ -164,7 +164,7 @@ def _summary(result: Result) -> str:
 
 
 def _facts(*, interpret: bool) -> dict[str, Any]:
-    from bench import machine
+    from bench import machine, results
 
     name = None if interpret else machine.smi(("name",)).get("name")
-    return {"gpu": name, "versions": machine.versions()}
+    return {"gpu": name, "versions": machine.versions(), "sources": results.sources()}

@@ -60,10 +60,12 @@ def text(report: dict[str, Any]) -> str:
 
 def started(sanitizer: Sanitizer) -> dict[str, Any]:
     """What a report says of where it was made."""
+    from bench import results
     from bench.machine import smi, versions
 
     return {
         "compute_sanitizer": sanitizer.version,
+        "sources": results.sources(),
         "gpu": smi(("name",)).get("name"),
         "driver": smi(("driver_version",)).get("driver_version"),
         "versions": versions(),

@@ -297,21 +297,23 @@ def test_article_table_reads_counters() -> None:
 def test_what_sanitizers_and_fuzzing_found_is_told() -> None:
     from bench import checked
 
-    results = [
+    found = [
         {"tool": "memcheck", "backend": "torch-triton", "status": "clean"},
         {"tool": "memcheck", "backend": "torch-triton", "status": "errors"},
         {"tool": "racecheck", "backend": "pallas-mosaic", "status": "clean"},
     ]
     report = {
         "compute_sanitizer": "Version 2025.3.1.0 (build 1)", "gpu": "NVIDIA H200", "date": "2026-11-29T00:00:00Z",
-        "seconds": 12.4, "complete": False, "results": results,
+        "seconds": 12.4, "complete": False, "results": found,
         "plants": [
             {"tool": "memcheck", "what": "an overrun", "caught": "yes"},
             {"tool": "racecheck", "what": "a race", "caught": None},
         ],
     }  # fmt: skip
     text = checked.sanitizer_text(report)
-    assert "3 launches in 12 s; the run was stopped before its end" in text
+    assert "3 launches in 12 s; the run was stopped before its end. It does not say of which sources" in text
+    assert "before its end.\n" in checked.sanitizer_text(report | {"sources": results.sources()})
+    assert "The kernels' sources have changed since." in checked.sanitizer_text(report | {"sources": "0"})
     assert "| memcheck | 1 clean, 1 errors | – | – | – | an overrun |" in text
     assert "| racecheck | – | – | – | 1 clean |  |" in text
     run = {
@@ -319,5 +321,8 @@ def test_what_sanitizers_and_fuzzing_found_is_told() -> None:
         "failures": [{"example": "pallas-mosaic fp16 T=1", "text": "wrong: 1 of 9"}],
     }  # fmt: skip
     text = checked.fuzz_text([run])
-    assert "| 20261129 | 3 | 2000 (0 failed) | 2000 (0 failed) | 2000 (0 failed) | 2000 (1 failed) | 172 |" in text
+    row = "| 20261129 | 3 | 2000 (0 failed) | 2000 (0 failed) | 2000 (0 failed) | 2000 (1 failed) | 172 |"
+    assert f"{row} not recorded |" in text
+    assert f"{row} yes |" in checked.fuzz_text([run | {"sources": results.sources()}])
+    assert f"{row} no |" in checked.fuzz_text([run | {"sources": "0"}])
     assert "- seed 3: pallas-mosaic fp16 T=1: wrong: 1 of 9" in text
