@@ -107,8 +107,10 @@ class Tile(NamedTuple):
 
 def unavailable(*, interpret: bool) -> str | None:
     """None where the backend can run; else why not, and what to do about it."""
-    if interpret or _NO_POLICY:
-        return None if interpret else _NO_POLICY
+    if interpret:
+        return None
+    if _NO_POLICY:
+        return _NO_POLICY
     try:
         return _not_hopper(jax.devices("gpu")[0])
     except RuntimeError:

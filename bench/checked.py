@@ -31,14 +31,21 @@ def sanitizer_text(report: dict[str, Any]) -> str:
     about = f"compute-sanitizer {report['compute_sanitizer'].split()[1]} on one {report['gpu']}, {report['date'][:10]}"
     total = f"{len(report['results'])} launches in {report['seconds']:.0f} s"
     end = "" if report["complete"] else "; the run was stopped before its end"
-    return f"{about}: {total}{end}.{_since(report)}\n\n{tables.markdown(sanitizer_table(report))}"
+    return f"{about}: {total}{end}.{_SINCE[_of_present_sources(report)]}\n\n{tables.markdown(sanitizer_table(report))}"
 
 
-def _since(report: dict[str, Any]) -> str:
-    """Whether a report is of the kernels as they are."""
+_SINCE = {
+    "yes": "",
+    "no": " The kernels' sources have changed since.",
+    "not recorded": " It does not say of which sources of the kernels.",
+}
+
+
+def _of_present_sources(report: dict[str, Any]) -> str:
+    """Whether a report is of the kernels as they are: a key of _SINCE."""
     if "sources" not in report:
-        return " It does not say of which sources of the kernels."
-    return "" if report["sources"] == results.sources() else " The kernels' sources have changed since."
+        return "not recorded"
+    return "yes" if report["sources"] == results.sources() else "no"
 
 
 def fuzz_table(reports: list[dict[str, Any]]) -> Table:
@@ -47,9 +54,8 @@ def fuzz_table(reports: list[dict[str, Any]]) -> Table:
     for report in sorted(reports, key=lambda r: r["date"]):
         failed = [failure["example"].split()[0] for failure in report["failures"]]
         cells = [f"{report['examples'][b]} ({failed.count(b)} failed)" for b in BACKENDS]
-        known = report.get("sources")
-        present = "not recorded" if known is None else "yes" if known == results.sources() else "no"
-        lines.append([report["date"][:8], str(report["seed"]), *cells, f"{report['seconds']:.0f}", present])
+        seconds = f"{report['seconds']:.0f}"
+        lines.append([report["date"][:8], str(report["seed"]), *cells, seconds, _of_present_sources(report)])
     return ["date", "seed", *BACKENDS, "seconds", "of the present sources"], lines
 
 

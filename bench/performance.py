@@ -182,25 +182,22 @@ def later_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     runs = targets.Times(before), targets.Times(after)
     lines = []
     for dtype, backend in itertools.product(("fp16", "bf16", *targets.FP8), BACKENDS):
-        shares: tuple[list[float], list[float]] = [], []
-        peers: tuple[list[float], list[float]] = [], []
+        shares, peers = [], []  # (before, after) of each case
         for layer in targets.layers(before["run"].get("seed", 0)):
-            rows = [times.row(layer.name, (dtype,), backend) for times in runs]
-            rivals = [times.best_peer(layer.name, dtype) for times in runs]
-            for i, (row, peer) in enumerate(zip(rows, rivals, strict=True)):
-                if None not in rows and row is not None:
-                    shares[i].append(targets.share(row))
-                    if None not in rivals and peer is not None:
-                        peers[i].append(peer["kernel_us"] / row["kernel_us"])
-        if shares[0]:
-            told = [_before_after(*of) for of in (shares, peers)]
-            lines.append([dtype, backend, str(len(shares[0])), *told])
+            old, new = (times.row(layer.name, (dtype,), backend) for times in runs)
+            if old and new:
+                shares.append((targets.share(old), targets.share(new)))
+                rival, later = (times.best_peer(layer.name, dtype) for times in runs)
+                if rival and later:
+                    peers.append((rival["kernel_us"] / old["kernel_us"], later["kernel_us"] / new["kernel_us"]))
+        if shares:
+            lines.append([dtype, backend, str(len(shares)), _before_after(shares), _before_after(peers)])
     return ["dtype", "backend", "cases", "floor ÷ time", "best peer ÷ time"], lines
 
 
-def _before_after(before: list[float], after: list[float]) -> str:
-    """Geometric means, such as "0.912 → 0.934"; "–" for none."""
-    return f"{target_lines.geometric(before):.3f} → {target_lines.geometric(after):.3f}" if before else "–"
+def _before_after(pairs: list[tuple[float, float]]) -> str:
+    """Geometric means of (before, after), such as "0.912 → 0.934"; "–" for none."""
+    return " → ".join(f"{target_lines.geometric(of):.3f}" for of in zip(*pairs, strict=True)) or "–"
 
 
 def whole_calls(found: dict[str, Any]) -> Table:
