@@ -71,6 +71,7 @@ def compare(
     which: Annotated[str, typer.Option("--set", help="default, full, or targets (what `targets` judges)")] = "default",
     full: Annotated[bool, typer.Option("--full", help="--set full: every model, GEMM, batch, dtype, order")] = False,
     shard: Annotated[str, typer.Option(help="I/N: the I-th of N parts of the set, for N GPUs side by side")] = "1/1",
+    take_turns: Annotated[bool, typer.Option("--take-turns", help="other shards run on this GPU, too")] = False,
     keyword: selection.Keyword = "",
     rounds: Annotated[int | None, typer.Option(help="samples per benchmark (default 30; targets: at most 20)")] = None,
     warm: Annotated[bool, typer.Option("--warm", help="do not flush L2")] = False,
@@ -86,6 +87,7 @@ def compare(
     options = {
         "--set": which != "default",
         "--shard": shard != "1/1",
+        "--take-turns": take_turns,
         "-k": keyword,
         "--rounds": rounds is not None,
         "--warm": warm,
@@ -124,7 +126,7 @@ def compare(
     command += [f"--results={path}", f"--routing={routing}", f"--clock={clock}", f"--set={which}", f"--shard={shard}"]
     command += [] if rounds is None else [f"--rounds={rounds}"]
     command += ["-k", keyword] if keyword else []
-    command += [f"--{name}" for name, on in (("warm", warm), ("rehearse", rehearse)) if on]
+    command += [f"--{name}" for name, on in (("warm", warm), ("rehearse", rehearse), ("take-turns", take_turns)) if on]
     code = _run(command, quiet=as_json)
     if code == _USAGE_ERROR:
         raise typer.Exit(2)

@@ -21,8 +21,9 @@ from bench import published, results, selection, watch
 from bench.cases import PARAMETERS, SETS, Case, Row, check_routing, check_shard, order_pairs, rows
 from bench.clock import CLOCKS, ClockError
 from bench.data import BatchCache, Data, DataCache, build, build_batches
-from bench.machine import Device, Machine, Rehearsal, versions, without_gpu_jax_stays_on_the_cpu
+from bench.machine import Device, Machine, Rehearsal, gpu_id, versions, without_gpu_jax_stays_on_the_cpu
 from bench.suite import LOST, PLAIN_READS, Suite
+from bench.turns import Turns, folder_of
 from shared.checks import ArgumentError
 from shared.problem import ScaleLayout
 
@@ -56,6 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--set", choices=SETS, help="cases to measure (default: default)")
     group.addoption("--full", action="store_true", help="--set full: every model, GEMM, batch, dtype, order (hours)")
     group.addoption("--shard", default="1/1", help="I/N: the I-th of N parts of the set, for N GPUs side by side")
+    group.addoption("--take-turns", action="store_true", help="other shards run on this GPU: compile beside them")
     group.addoption("--rehearse", action="store_true", help="a tiny case on the CPU; times mean nothing")
     group.addoption("--results", type=Path, help="JSON-lines file; one that exists is gone on with")
     group.addoption("--rounds", type=int, help="samples per benchmark (default 30; targets: at most 20)")
@@ -228,7 +230,19 @@ def _is_measured(item: pytest.Item, done: dict[tuple[str, str], dict[str, Any]],
 
 
 @pytest.fixture(scope="session")
-def machine(request: pytest.FixtureRequest) -> Device:
+def turns(request: pytest.FixtureRequest) -> Iterator[Turns | None]:
+    """With --take-turns this process's place among those that share the GPU, which is its alone at first."""
+    if not request.config.getoption("--take-turns"):
+        yield None
+        return
+    turns = Turns(folder_of(gpu_id()))
+    turns.alone()
+    yield turns
+    turns.leave()
+
+
+@pytest.fixture(scope="session")
+def machine(request: pytest.FixtureRequest, turns: Turns | None) -> Device:
     """The GPU with its clock, or a skip that says what is missing; with --rehearse, the CPU."""
     if request.config.getoption("--rehearse"):
         return Rehearsal()
@@ -239,7 +253,7 @@ def machine(request: pytest.FixtureRequest) -> Device:
     if not torch.cuda.is_available():
         pytest.skip(NO_GPU)
     try:
-        return Machine(request.config.getoption("--clock"))
+        return Machine(request.config.getoption("--clock"), turns)
     except ClockError as error:
         pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
 
@@ -258,7 +272,7 @@ def _rows_of(items: list[pytest.Item]) -> list[Row]:
 
 
 @pytest.fixture(scope="session")
-def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
+def suite(request: pytest.FixtureRequest, machine: Device, turns: Turns | None) -> Iterator[Suite]:
     option = request.config.getoption
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
     capture = request.config.pluginmanager.get_plugin("capturemanager")
@@ -285,6 +299,7 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
         gpu=machine.gpu,
         **_settings(request.config),
         shard=option("--shard"),
+        **({"take_turns": True} if turns is not None else {}),
         date=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         ceilings=machine.ceilings(),
         state=state,
@@ -312,6 +327,7 @@ def suite(request: pytest.FixtureRequest, machine: Device) -> Iterator[Suite]:
         rounds=_rounds(request.config),
         adaptive=targets,
         once=targets,
+        turns=turns,
         warm=option("--warm"),
         total=request.config.stash[_TOTAL],
         rows=selected,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bench.clock import Clock, KernelRecord, open_clock
+from bench.turns import Turns
 from bench.watch import Others, parse_processes
 
 PACKAGES = ("torch", "triton", "jax", "jaxlib", "jax-triton", "cupti-python", "numpy", "pytest-benchmark")
@@ -113,7 +114,8 @@ class Machine:
     interpret = False
     torch_device = "cuda"
 
-    def __init__(self, clock: str) -> None:
+    def __init__(self, clock: str, turns: Turns | None = None) -> None:
+        """turns: among the processes that share the GPU by turns; it is this one's now."""
         self._read, self._processes = _nvml() or _smi_readers()
         before = self._processes(fresh=True)
         self.clock = open_clock(clock)  # before the CUDA context is made, as CUPTI advises
@@ -128,6 +130,9 @@ class Machine:
         self.flush()
         self._others = Others(os.getpid(), before)
         self._others.among(self._processes(fresh=True))
+        self._turns = turns
+        if turns is not None:
+            turns.join(self._others.own)
 
     def synchronize(self) -> None:
         import torch
@@ -152,6 +157,9 @@ class Machine:
 
     def state(self) -> dict[str, Any]:
         others = self._others.among(self._processes())
+        if others and self._turns is not None:
+            sharing = self._turns.pids()
+            others = [process for process in others if process["pid"] not in sharing]
         return {**self._read(), **({"others": others} if others else {})}
 
     def lost(self) -> str | None:

@@ -325,7 +325,7 @@ def sources_and(*modules: str) -> str:
 
 HARNESS = (
     "clock", "cold", "contenders", "data", "libraries", "machine", "measure", "pairs", "peers", "published",
-    "read_kernel", "reads", "suite",
+    "read_kernel", "reads", "suite", "turns",
 )  # fmt: skip
 """Modules of bench/ that decide what a sample is: its data, its flush, its clock, which calls, and the plain reads."""
 

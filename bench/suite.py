@@ -20,6 +20,7 @@ from bench.contenders import CannotRun, Contender, capture, prepare, wait
 from bench.data import Data, DataCache
 from bench.machine import Device, versions
 from bench.results import Journal
+from bench.turns import Turns
 
 COMPILE_THREADS = 12
 PEERS_AT_ONCE = 4
@@ -74,6 +75,7 @@ class Suite:
     """say: prints a progress line; total: tests that were collected; rows, captured_rows: what those measure.
 
     one_by_one: ids of rows that do not run side by side with others, as one of them ended an earlier run
+    turns: where other processes measure on the same GPU: kernels are compiled together, times taken alone
     adaptive: `rounds` are the most; sampling ends when the time is `settled`
     once: each row is measured by one test, so that its contender, and the copies it holds, are let go of after it
     noticed: what disturbed results, and how many; failed: a line for each measurement that failed or was wrong
@@ -91,6 +93,7 @@ class Suite:
     one_by_one: frozenset[str] = frozenset()
     adaptive: bool = False
     once: bool = False
+    turns: Turns | None = None
     done: int = 0
     noticed: Counter[str] = dataclasses.field(default_factory=Counter)
     failed: list[str] = dataclasses.field(default_factory=list)
@@ -230,8 +233,9 @@ class Suite:
         key = self.data.key_of(*identity)
         if key != self.data.key:
             self._forget()
-            self.data.get(*identity)
-            self._compile_ahead(key)
+            with contextlib.nullcontext() if self.turns is None else self.turns.shared():
+                self.data.get(*identity)
+                self._compile_ahead(key)
         return self.data.get(*identity)
 
     def _forget(self) -> None:

@@ -97,6 +97,11 @@ class Others:
         self._before = {process["pid"] for process in baseline}
         self._own: set[int] | None = None
 
+    @property
+    def own(self) -> set[int]:
+        """The driver's ids of this process; empty before `among` was called, or where the driver tells none."""
+        return self._own or set()
+
     def among(self, processes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those that are not this process. Call it first when this process has begun to use the GPU."""
         pids = [process["pid"] for process in processes]

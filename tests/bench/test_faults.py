@@ -29,6 +29,7 @@ from bench.cases import Row, check_routing  # noqa: E402
 from bench.contenders import Contender  # noqa: E402
 from bench.data import Data, DataCache, build, to_torch  # noqa: E402
 from bench.machine import Rehearsal, versions  # noqa: E402
+from bench.turns import Turns  # noqa: E402
 from shared.checks import ArgumentError  # noqa: E402
 from shared.config import Config  # noqa: E402
 
@@ -115,6 +116,45 @@ def test_a_calm_run_says_nothing_doubtful(run: Run) -> None:
     assert (row["sources"], row["harness"]) == (results.sources(), results.harness())
     assert not any("doubtful" in line for line in run.said)
     assert tables.notes(run.compact()) == []
+
+
+class Recorder(Turns):
+    """Notes what this process may do on the GPU beside others."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.now = ""
+
+    def alone(self) -> None:
+        super().alone()
+        self.now = "alone"
+
+    def together(self) -> None:
+        super().together()
+        self.now = "together"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_are_compiled_together_and_timed_alone(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    turns, seen = Recorder(tmp_path / "turns"), []
+
+    def prepare(row: Row, data: Data, device: Machine) -> Contender:
+        seen.append(("compiled", turns.now))
+        if fails and len(seen) == 1:
+            raise RuntimeError("only beside others")
+        contender = instant(row, data)
+        seen.append(("ready", turns.now))
+        return contender
+
+    monkeypatch.setattr(suites, "prepare", prepare)
+    monkeypatch.setattr(run.device, "flush", lambda: seen.append(("timed", turns.now)))
+    suite = dataclasses.replace(run.suite, turns=turns)
+    suite.kernel_time(Benchmark(), ROW, captured=False)
+    assert seen[0] == ("compiled", "together")
+    assert {now for what, now in seen if what == "timed"} == {"alone"}
+    assert [row["id"] for row in run.compact()["rows"]] == [ROW.id]
 
 
 @pytest.mark.parametrize(
