@@ -1,4 +1,5 @@
-"""What a config takes of an SM in the Mosaic GPU kernel: warp-groups, shared memory, registers, and what it refuses."""
+"""What the Mosaic GPU kernel makes of a problem and a config: which way rows come and go, what it takes of an SM, and
+what it refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import math
 
 import jax.numpy as jnp
 
-from backends.mosaic_rows import tile_height
 from shared.config import Config
 from shared.problem import SCALE_BLOCK, Problem, ceil_div
 
@@ -14,6 +14,16 @@ SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one thread block can have on Hopper."""
 SHARED_MEMORY_PER_SM = 228 * 1024
 """Bytes of shared memory that the thread blocks of one SM have together, 1 KiB of each taken by the system."""
+TOKENS = 8
+"""Tokens that every tile reads together, where they are no more: wgmma's least number of columns."""
+SLOTS = 256
+"""Up to so many slots `mosaic_rows.all_tokens` compares them pairwise, which grows with their square."""
+GATHERED_ROWS = 48
+"""Rows of the tallest tile whose rows of x the kernel gathers. With 160, one warp-group's copies took longer than the
+matrix instructions; between these nothing was measured."""
+WORD, WORDS_OF = 4, 16
+"""Weights that a thread reads at a time, side by side in memory, of so many values of K: of a matrix instruction on
+2-byte values."""
 OUTPUT_ROWS = 32
 """Rows of an output tile that are stored at once."""
 REGISTERS_OF_THREE = 160
@@ -21,9 +31,9 @@ FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
 """Registers of a thread. Three warp-groups that share an SM's have REGISTERS_OF_THREE each, or a few more; where those
 that multiply need more, the one that fetches gives up what it does not need."""
 KEPT_IN_L2 = 13 << 20
-"""Bytes of x and y, about a quarter of an H200's L2, up to which weights are evicted first. With more, most kernels got
-slower by it; why was not found out (*What each step predicted* in notes/performance.md). Between 11.5 and 15.2 million
-nothing was measured."""
+"""Bytes, about a quarter of an H200's L2. Up to so many of x and y, weights are evicted first: with more, most kernels
+got slower by it; why was not found out (*What each step predicted* in notes/performance.md). Of more sorted rows of x
+than that no copy is made (`gathers`). Between 11.5 and 14.7 million nothing was measured."""
 SHARED_ALIGNMENT = 1024
 """Bytes: each shared-memory array starts at a multiple of this (the period of the 128-byte swizzle)."""
 
@@ -78,15 +88,50 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return sum(round_up(size, SHARED_ALIGNMENT) for size in arrays) + round_up(barriers, 128)
 
 
-def evicts_weights_first(problem: Problem) -> bool:
+def reads_all_tokens(problem: Problem) -> bool:
+    """Whether every tile reads all tokens.
+
+    A token in two columns of one tile, with two routing weights, cannot be: so not where top_k weights meet a token.
+    """
+    one_weight = not problem.routing_weight or problem.top_k == 1
+    return problem.tokens <= TOKENS and problem.slots <= SLOTS and one_weight
+
+
+def tile_height(problem: Problem, config: Config) -> int:
+    """Rows of an output tile."""
+    return TOKENS if reads_all_tokens(problem) else config.block_m
+
+
+def gathers(problem: Problem, config: Config) -> bool:
+    """Whether the kernel gathers a tile's rows of x itself.
+
+    It then copies them for each column of tiles anew, by threads, which is slower than TMA: worth it where L2 would not
+    hold a copy of them sorted by expert, which then is written to memory and read from there beside the weights.
+    """
+    sorted_bytes = problem.slots * problem.k * problem.x_itemsize
+    low = config.block_m <= GATHERED_ROWS and registers_of_thread(problem, config) <= REGISTERS_OF_THREE
+    return not reads_all_tokens(problem) and low and sorted_bytes > KEPT_IN_L2
+
+
+def scatters(problem: Problem, config: Config) -> bool:
+    """Whether the kernel stores each row of y to its slot. By 16 bytes at a time, so not rows of other lengths."""
+    return config.parts(problem.k) == 1 and problem.n % 8 == 0
+
+
+def reads_words(problem: Problem) -> bool:
+    """Whether each thread reads WORD e4m3 weights at a time; x is in the order that this gives a matrix instruction."""
+    return problem.dtype == "fp8-w8a16" and problem.k % WORDS_OF == 0
+
+
+def evicts_weights_first(problem: Problem, config: Config) -> bool:
     """Whether L2 is to evict weights, which are read once at decode, before what the kernel reads or writes besides.
 
     The rows of x are there from the start, those of y come meanwhile: half of them on average. Measured with uniform
     routing, where an expert's slots fit one tile row; with more tile rows weights are read again, and out of L2 maybe
     not as often.
     """
-    rows_of_x = problem.slots * problem.k * problem.x_itemsize
-    return rows_of_x + problem.write_bytes() // 2 <= KEPT_IN_L2
+    rows = problem.tokens if gathers(problem, config) else problem.slots
+    return rows * problem.k * problem.x_itemsize + problem.write_bytes() // 2 <= KEPT_IN_L2
 
 
 def output_shape(problem: Problem, config: Config) -> tuple[int, int, int, int]:

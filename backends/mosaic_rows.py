@@ -6,7 +6,8 @@ TMA reads boxes of equally strided rows, so an expert's tokens have to lie one b
   groups of 8 rows as they fill. TMA's boxes start at such a group, so experts of few slots share one, and a tile
   multiplies the others' rows as well, for nothing. Padded to 8 rows or to block_m each, they were a matrix many times
   as large, whose writing back to memory the GEMM had to wait for: 62 MB for 64 tokens of deepseek-v3, 13 now. Three
-  launches: slots of each bucket counted and x scaled; the rows that each has; the rows of x copied there.
+  launches: slots of each bucket counted and x scaled; the rows that each has; the rows of x copied there. Where even
+  that copy would be more than L2 keeps, the last is left out, and the GEMM gathers its rows (`mosaic_config.gathers`).
 - Up to TOKENS tokens: `all_tokens` sorts nothing. They are one box, and every active expert's tile multiplies it
   whole: wgmma has 8 columns at least, so the columns of other experts' tokens cost nothing. One launch.
 
@@ -24,6 +25,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from backends.mosaic_config import (
+    TOKENS,
+    WORD,
+    WORDS_OF,
+    gathers,
+    reads_all_tokens,
+    reads_words,
+    scatters,
+)
 from backends.pallas_prepare import (
     Refs,
     bucket_of,
@@ -42,12 +52,8 @@ from backends.triton_launch import power_of_two
 from shared.config import Config
 from shared.problem import Problem, ceil_div
 
-TOKENS = 8
-"""Tokens that lie in one box, and the rows of that box: wgmma's least number of columns."""
 GROUP = 8
 """Rows that TMA's boxes start at a multiple of: the height of wgmma's tiles in shared memory."""
-SLOTS = 256
-"""Up to so many slots `all_tokens` compares them pairwise, which grows with their square."""
 BOX_CHUNK = 64
 """Tile rows whose boxes a program writes down at a time."""
 COPY_CHUNK = 8192
@@ -58,11 +64,14 @@ NAME = "prepare_mosaic"
 class Rows(NamedTuple):
     """What the kernel reads besides the weights. S slots; R tile rows of `tile_height` rows each.
 
-    x           (X, K), the rows of x by expert, or (TOKENS, K), the same for every tile row
+    x           (X, K), the rows of x by expert, or (T, K), those of the tokens, where the kernel gathers them, or
+                (TOKENS, K), the same for every tile row
     row_scale   float32 (R * height,), or (TOKENS,), or None: activation scale times routing weight of the rows that
                 each tile multiplies
-    tile_x      (R, 2) int32: first row of x that each tile multiplies, a multiple of GROUP, and how many from there
-                until its last slot; None where every tile row has the same rows
+    tile_x      (R, 2) int32: first row of x that each tile multiplies, a multiple of GROUP, or 0 where the kernel
+                gathers rows, and how many from there until its last slot. None where every tile row has the same rows
+    row_slot    (R * height,) int32: slot of each tile row's rows, -1 for none. None where every tile row has all
+                tokens, or rows are neither gathered nor scattered
     tile_expert (R,) or longer, int32: expert of each tile row
     tile_rows   int32, whose last element is how many tile rows have an expert: the first ones
     tile_span   (R, 2) int32, as in `shared.planning.Plan`, for order "popular"; else None
@@ -72,24 +81,11 @@ class Rows(NamedTuple):
     x: jax.Array
     row_scale: jax.Array | None
     tile_x: jax.Array | None
+    row_slot: jax.Array | None
     tile_expert: jax.Array
     tile_rows: jax.Array
     tile_span: jax.Array | None
     position: jax.Array
-
-
-def reads_all_tokens(problem: Problem) -> bool:
-    """Whether every tile reads all tokens.
-
-    A token in two columns of one tile, with two routing weights, cannot be: so not where top_k weights meet a token.
-    """
-    one_weight = not problem.routing_weight or problem.top_k == 1
-    return problem.tokens <= TOKENS and problem.slots <= SLOTS and one_weight
-
-
-def tile_height(problem: Problem, config: Config) -> int:
-    """Rows of an output tile."""
-    return TOKENS if reads_all_tokens(problem) else config.block_m
 
 
 def prepare(
@@ -111,18 +107,22 @@ def sort_rows(
     x: jax.Array, topk_ids: jax.Array, topk_weight: jax.Array | None, popularity: jax.Array | None, k: int,
     problem: Problem, order: str, config: Config, interpret: bool,
 ) -> Rows:  # fmt: skip
-    """One row per slot, those of an expert together. Arguments as `prepare`."""
-    popular, block_m = order == "popular", config.block_m
-    counted = count_with_scaling(x, topk_ids, problem, name=NAME, interpret=interpret)
+    """The rows that an expert's tiles multiply, one per slot, together or as the kernel gathers them. Arguments as
+    `prepare`."""
+    popular, gathered, block_m = order == "popular", gathers(problem, config), config.block_m
+    counted = count_with_scaling(
+        x, topk_ids, problem, name=NAME, interpret=interpret, halves_of=halves(problem), together=WORD
+    )
     x = counted.pop("x")
 
     tile_rows = problem.max_tile_rows(block_m)
     # A tile reads whole heights, up to block_m rows, from the group on in which its slots begin.
     x_rows = most_rows(problem) + block_m - GROUP
-    sizes = {
-        "slot_of": (x_rows,), "position": (problem.slots,), "tile_x": (tile_rows, 2), "tile_expert": (tile_rows,),
-        "tile_rows": (1,),
-    }  # fmt: skip
+    sizes = {"position": (problem.slots,), "tile_x": (tile_rows, 2), "tile_expert": (tile_rows,), "tile_rows": (1,)}
+    if gathered or scatters(problem, config):
+        sizes["row_slot"] = (tile_rows * block_m,)
+    if not gathered:
+        sizes["slot_of"] = (x_rows,)
     if popular:
         sizes["tile_span"] = (tile_rows, 2)
     made = {name: jax.ShapeDtypeStruct(size, jnp.int32) for name, size in sizes.items()}
@@ -138,31 +138,54 @@ def sort_rows(
         lambda ref, bucket: sort_bucket(ref, bucket, problem, block_m),
         problem.experts + 1, given, made, name=NAME, num_warps=4, interpret=interpret,
     )  # fmt: skip
-    found = launch(
-        lambda ref, row: copy_row(ref, row, lax.div(ref["slot_of"][row], problem.top_k)),
-        x_rows, {"x": x, "slot_of": rows.pop("slot_of")}, {"sorted": jax.ShapeDtypeStruct((x_rows, k), x.dtype)},
-        name=NAME, num_warps=4, interpret=interpret,
-    )  # fmt: skip
-    return Rows(x=found["sorted"], row_scale=rows.pop("row_scale", None), tile_span=rows.pop("tile_span", None), **rows)
+    if gathered:
+        x = pad_to(x, (problem.tokens, k))
+    else:
+        x = launch(
+            lambda ref, row: copy_row(ref, row, lax.div(ref["slot_of"][row], problem.top_k)),
+            x_rows, {"x": x, "slot_of": rows["slot_of"]}, {"sorted": jax.ShapeDtypeStruct((x_rows, k), x.dtype)},
+            name=NAME, num_warps=4, interpret=interpret,
+        )["sorted"]  # fmt: skip
+    return Rows(
+        x=x,
+        row_scale=rows.get("row_scale"),
+        tile_x=rows["tile_x"],
+        row_slot=rows.get("row_slot"),
+        tile_expert=rows["tile_expert"],
+        tile_rows=rows["tile_rows"],
+        tile_span=rows.get("tile_span"),
+        position=rows["position"],
+    )
+
+
+def halves(problem: Problem) -> int:
+    """`halves_of` of `backends.pallas_prepare.scale_token`."""
+    return WORDS_OF if reads_words(problem) else 0
 
 
 def sort_bucket(ref: Refs, bucket: jax.Array, problem: Problem, block_m: int) -> None:
     """A bucket's tile rows, the rows of x that they multiply, and whose rows these are. Bucket E takes what is unused,
-    and its slots have no row."""
-    popular, (x_rows,), (max_tile_rows,) = "tile_span" in ref, ref["slot_of"].shape, ref["tile_expert"].shape
+    and its slots have no row. Without "slot_of" rows of x are gathered, so that each tile's begin with its own.
+    """
+    popular, (max_tile_rows,) = "tile_span" in ref, ref["tile_expert"].shape
     first_row, own_rows, own_count = rows_of_bucket(ref, bucket, problem, block_m, popular=popular)
     every, counts = counts_of(ref, problem)
     first, rows = rows_of_x(every, counts, bucket, problem.experts)
     last = bucket == problem.experts
     # Rows of other experts before it in its first group; a bucket without slots has neither.
     shared = jnp.where(last | (own_count == 0), 0, lax.rem(first, GROUP))
+    if "slot_of" not in ref:
+        shared = jnp.zeros_like(shared)
     first_position = first_row * block_m + shared
 
     def put(slot: jax.Array, rank: jax.Array, mine: jax.Array) -> None:
         position = first_position + rank
         scatter(ref["position"], slot, jnp.where(last, 0, position), mine)
         mine &= ~last
-        scatter(ref["slot_of"], first + rank, slot, mine)
+        if "row_slot" in ref:
+            scatter(ref["row_slot"], position, slot, mine)
+        if "slot_of" in ref:
+            scatter(ref["slot_of"], first + rank, slot, mine)
         if "row_scale" in ref:
             scale = jnp.ones(slot.shape, jnp.float32)
             if "x_scale" in ref:
@@ -183,7 +206,12 @@ def sort_bucket(ref: Refs, bucket: jax.Array, problem: Problem, block_m: int) ->
     fill(ref["tile_expert"], first_row, end_row, jnp.where(last, -1, bucket))
     # A row of no slot holds some token's values, which no one reads; nor what is no slot's scale.
     own = jnp.sum(jnp.where(every == bucket, rows, 0))
-    fill(ref["slot_of"], first + jnp.where(last, 0, own_count), jnp.where(last, x_rows, first + own), 0)
+    if "row_slot" in ref:
+        fill(ref["row_slot"], first_row * block_m, first_position, -1)
+        fill(ref["row_slot"], first_position + jnp.where(last, 0, own_count), end_row * block_m, -1)
+    if "slot_of" in ref:
+        (x_rows,) = ref["slot_of"].shape
+        fill(ref["slot_of"], first + jnp.where(last, 0, own_count), jnp.where(last, x_rows, first + own), 0)
     if "row_scale" in ref:
         fill(ref["row_scale"], first_row * block_m, first_position, 0.0)
         fill(ref["row_scale"], first_position + jnp.where(last, 0, own_count), end_row * block_m, 0.0)
@@ -191,8 +219,8 @@ def sort_bucket(ref: Refs, bucket: jax.Array, problem: Problem, block_m: int) ->
     def boxes(chunk: jax.Array, _: None) -> None:
         row = first_row + chunk * BOX_CHUNK + lax.iota(jnp.int32, BOX_CHUNK)
         before = (row - first_row) * block_m  # slots of the expert in its earlier tile rows
-        box = (first - shared + before, shared + jnp.minimum(own_count - before, block_m))
-        for column, value in enumerate(box):
+        begin = first - shared + before if "slot_of" in ref else jnp.zeros_like(before)
+        for column, value in enumerate((begin, shared + jnp.minimum(own_count - before, block_m))):
             target = ref["tile_x"].at[row, jnp.full_like(row, column)]
             plt.store(target, jnp.where(last, 0, value), mask=row < end_row)
 
@@ -266,6 +294,7 @@ def all_tokens(
         x=rows[x_name] if copies else x,
         row_scale=rows.get("row_scale"),
         tile_x=None,
+        row_slot=None,
         tile_expert=rows["tile_expert"],
         tile_rows=rows["tile_expert"],
         tile_span=rows.get("tile_span"),
@@ -312,7 +341,7 @@ def token_row(ref: Refs, row: jax.Array, problem: Problem) -> None:
 
     @pl.when(used)
     def _() -> None:
-        scale: Any = scale_token(ref, row, problem) if problem.scales_x else jnp.float32(1)
+        scale: Any = scale_token(ref, row, problem, halves(problem), WORD) if problem.scales_x else jnp.float32(1)
         if "sorted" in ref:
             copy_row(ref, row, row)
         if "topk_weight" in ref:

@@ -19,10 +19,12 @@ scales and stores its tile while the other multiplies. The ring is one for both.
 tiles, so each starts when the other's last steps are being read, and needs no signal from it. A barrier's waiter has to
 see each of its phases, so each warp-group has `filled` barriers of its own for the same stages.
 
-TMA reads boxes of equally strided rows, so the rows of x that a tile multiplies lie one below the other beforehand:
-`mosaic_rows` says how. XLA takes each slot's row out of the kernel's output afterwards, or the kernel does that adds up
-parts of K. That last gather also puts the zero rows of -1 slots: their tile rows are not computed. Rows of y past a
-tile's slots are not to be read.
+TMA reads and writes boxes of equally strided rows, and the slots of a tile lie anywhere. So its rows of x are put one
+below the other beforehand (`mosaic_rows`), or the fetching warp-group's threads gather them where that copy would be
+large (`mosaic_threads`): the barrier is told of a step's rows some steps after they were asked for. The multiplying
+warp-groups' threads store rows of y to their slots; those of -1 slots, which no tile has, the fetching one clears.
+Where K is split, or N no multiple of 8, tiles are stored whole instead, and each slot's row is taken out of them
+afterwards: by XLA, or the kernel that adds up parts of K.
 
 TMA fills what lies past K with zeros and drops what lies past N. It needs K to be a multiple of 32 bytes (better 128),
 N of 8, and neither smaller than the block; where they are not so, the weights are copied into a padded array on each
@@ -36,7 +38,8 @@ TMA adds them to what memory holds.
 L2 is told to evict weights first where x and y take little of it (`mosaic_policy`): at decode each is read once.
 
 fp8-w8a16 widens its weights in registers, from where wgmma can read its left operand: they cost no second trip through
-shared memory. Block scales multiply the sum of each step in float32, outside the matrix instruction.
+shared memory. Each thread reads four at a time, side by side along K, where a matrix instruction wants two: x comes in
+the order that makes up for it. Block scales multiply the sum of each step in float32, outside the matrix instruction.
 
 Sources: the CUDA PTX manual (wgmma, cp.async.bulk.tensor), JAX's Pallas documentation for Mosaic GPU.
 """
@@ -46,7 +49,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,23 +57,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from backends import mosaic_config, mosaic_policy, mosaic_rows
+from backends import mosaic_config, mosaic_policy, mosaic_rows, mosaic_threads
 from backends.compiled import Compiled
 from backends.mosaic_config import (
     COMPUTE_REGISTERS,
     FETCH_REGISTERS,
     REGISTERS_OF_THREE,
+    WORD,
+    WORDS_OF,
     blocks_per_sm,
     evicts_weights_first,
+    gathers,
     heights_up_to,
     output_shape,
+    reads_all_tokens,
+    reads_words,
     registers_of_thread,
     round_up,
+    scatters,
     shared_bytes,
     sharing_groups,
     sum_dtype,
+    tile_height,
 )
-from backends.mosaic_rows import GROUP, pad_to, reads_all_tokens, tile_height
+from backends.mosaic_rows import GROUP, pad_to
 from backends.pallas_prepare import lowering_through_triton, signature_of
 from backends.pallas_triton_rows import reduce_parts
 from backends.registry import BackendUnavailable
@@ -172,12 +182,16 @@ def moe_gemm(
 def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, popularity, fill, problem, order, config, interpret, blocks):
     k = max(round_up(problem.k, SWIZZLES[-1] // problem.w_itemsize), config.block_k)
     n = max(round_up(problem.n, 8), config.block_n)
-    rows = mosaic_rows.prepare(x, topk_ids, topk_weight, popularity, k, problem, order, config, interpret)
+    x_columns = round_up(k, config.block_k) if interpret else k  # the interpreter's rows end with the last step
+    rows = mosaic_rows.prepare(x, topk_ids, topk_weight, popularity, x_columns, problem, order, config, interpret)
     w = pad_to(w, (problem.experts, n, k))
     if problem.scale_layout == "channel":
         w_scale = pad_to(w_scale, (problem.experts, problem.tile_cols(config.block_n) * config.block_n))
     gemm = _kernel(problem, order, config, blocks, interpret)
-    y_rows = gemm(*rows[:-1], w, w_scale, fill=fill)
+    scattered = scatters(problem, config)
+    y_rows = gemm(*rows[:-1], w, w_scale, topk_ids.reshape(-1) if scattered else None, fill=fill)
+    if scattered:
+        return y_rows[:, : problem.n].reshape(problem.tokens, problem.top_k, problem.n)
     if config.reduction_of(problem.k) == "two-pass":
         arrays = {"sums": y_rows, "position": rows.position, "topk_ids": topk_ids.reshape(-1)}
         y_before = None if fill is None else jnp.full((problem.slots, problem.n), fill, problem.activation)
@@ -215,10 +229,17 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     store_op: Literal["add"] | None = "add" if adds_up else None
     block_scaled = problem.scale_layout == "block"
     widens = problem.dtype == "fp8-w8a16"
+    gathered, scattered = gathers(problem, config), scatters(problem, config)
+    y_transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+    # A gathered step is told to be there once so many more are under way. The stage of the step that is fetched then is
+    # free once the next one has been waited for (wgmma_wait(1)), so that one must have been told of.
+    lag = 0 if interpret else min(stages // 2, stages - 2)
     trades_registers = registers_of_thread(problem, config) > REGISTERS_OF_THREE
 
     def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled, freed, wide_smem=None):
-        x_gmem, row_scale_gmem, tile_x_gmem, expert_gmem, rows_gmem, span_gmem, w_gmem, w_scale_gmem = inputs
+        x_gmem, row_scale_gmem, tile_x_gmem, slot_gmem, expert_gmem, rows_gmem, span_gmem, *others = inputs
+        w_gmem, w_scale_gmem, ids_gmem = others
+        x_transforms = _transforms(block_k, x_gmem)
         tile_rows = rows_gmem[rows_gmem.shape[0] - 1]
         tiles = tile_rows * tile_cols
         block = lax.axis_index("block")
@@ -252,21 +273,24 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         if first is not None:
             any_tiles &= first.expert + first.x_row >= first.height - (len(heights) - 1)
 
-        def for_each_tile(work: Callable[[jax.Array, Tile, jax.Array], jax.Array], every: int) -> None:
-            """stage = work(i, tile, stage) for my tiles, from the turn-th, one of `every`. The next one is looked up
-            before the work on this one, so that nobody waits for it."""
+        def for_each_tile(
+            work: Callable[[jax.Array, Tile, jax.Array], jax.Array], every: int, begin: jax.Array,
+            finish: Callable[[jax.Array], None] = lambda at: None,
+        ) -> None:  # fmt: skip
+            """at = work(i, tile, at) for my tiles, from the turn-th, one of `every`, then finish(at), if there are any.
+            The next one is looked up before the work on this one, so that nobody waits for it."""
 
             def one(step, carry):
-                tile, stage = carry
+                tile, at = carry
                 i = turn + step * every
                 following = locate(jnp.minimum(i + every, my_tiles - 1))
-                return following, work(i, tile, stage)
+                return following, work(i, tile, at)
 
             @pl.when(any_tiles)
             def _():
-                stage = lax.rem(turn * k_steps, jnp.int32(stages))
                 count = lax.div(my_tiles - turn + (every - 1), jnp.int32(every))
-                lax.fori_loop(0, count, one, (locate(turn) if first is None else first, stage))
+                _, at = lax.fori_loop(0, count, one, (locate(turn) if first is None else first, begin))
+                finish(at)
 
         def is_filled(i: jax.Array, stage: jax.Array):
             """Barrier of a stage with a K step of the i-th tile."""
@@ -288,12 +312,14 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         def steps_of(tile: Tile) -> jax.Array | int:
             return jnp.minimum(steps_per_part, k_steps - first_step(tile)) if parts > 1 else k_steps
 
-        # Gather rows (of the matrix that `mosaic_rows` gathered: TMA reads equally strided rows)
-        def fetch_tile(i, tile, stage):
-            """Fill one stage after another with the K steps of a tile, each as soon as it is free."""
+        # Gather rows
+        def fetch_tile(i, tile, n):
+            """Fill one stage after another with the K steps of a tile, each as soon as it is free; n: steps before."""
 
-            def step(s, stage):
-                k_slice = pl.ds((first_step(tile) + s) * block_k, block_k)
+            def step(s, n):
+                stage = lax.rem(n, jnp.int32(stages))
+                k_first = (first_step(tile) + s) * block_k
+                k_slice = pl.ds(k_first, block_k)
                 columns = pl.ds(tile.col * block_n, block_n)
                 plgpu.barrier_wait(freed.at[stage])
                 barrier = is_filled(i, stage)
@@ -303,10 +329,52 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                     source = x_gmem.at[pl.ds(x_row(tile), h), k_slice]
                     plgpu.copy_gmem_to_smem(source, x_smem.at[stage, pl.ds(0, h)], barrier)
 
-                with_height(tile, copy_x)
-                return _next_stage(stage, stages)
+                def gather_x(h: int) -> None:
+                    if interpret:
 
-            return lax.fori_loop(0, steps_of(tile), step, stage)
+                        def copy_row(r, _):
+                            slot = jnp.maximum(slot_gmem[scale_row(tile) + r], 0)
+                            x_smem[stage, r] = x_gmem[lax.div(slot, jnp.int32(problem.top_k)), k_slice]
+
+                        lax.fori_loop(0, h, copy_row, None)
+                        return
+                    first_byte = k_first * x_gmem.dtype.itemsize
+                    mosaic_threads.copy_rows(
+                        x_gmem, slot_gmem, x_smem.at[stage], scale_row(tile), first_byte, h, problem.top_k, x_transforms
+                    )
+
+                with_height(tile, gather_x if gathered else copy_x)
+                if gathered:
+                    wait_for_rows(n, lag)
+                return n + 1
+
+            return lax.fori_loop(0, steps_of(tile), step, n)
+
+        def wait_for_rows(n, pending: int) -> None:
+            """The rows of x of all steps up to n but the last `pending` are there: the next in turn is told to be."""
+            if not interpret:
+                mosaic_threads.commit_and_wait(pending)
+
+            @pl.when(n >= pending)
+            def _():
+                there = n - pending
+                tile = lax.div(there, jnp.int32(k_steps)) if turns > 1 else jnp.int32(0)
+                plgpu.barrier_arrive(is_filled(tile, lax.rem(there, jnp.int32(stages))))
+
+        def wait_for_all_rows(n) -> None:
+            if gathered:
+                for pending in reversed(range(lag)):
+                    wait_for_rows(n - 1, pending)
+
+        # Widen
+        def widened(weights) -> jax.Array:
+            """float16; each WORDS_OF values of K in the order in which a thread reads words of them: as x has them."""
+            if not reads_words(problem):
+                return weights[...].astype(jnp.float16)
+            if not interpret:
+                return mosaic_threads.load_words(weights, _transforms(block_k, w_gmem))
+            halves = weights[...].astype(jnp.float16).reshape(group_n, -1, WORDS_OF // WORD, 2, WORD // 2)
+            return halves.transpose(0, 1, 3, 2, 4).reshape(group_n, block_k)
 
         def multiply(acc, stage, h):
             """acc (group_n, h) += this warp-group's rows of the weights times the tile's rows of x, one K step."""
@@ -314,7 +382,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             mine = pl.ds(channel, group_n)
             weights = w_smem.at[stage, mine]
             if widens:
-                weights = w_smem[stage, mine].astype(jnp.float16)  # in registers, where wgmma can read its left operand
+                weights = widened(weights)  # in registers, where wgmma can read its left operand
                 if wide_smem is not None:
                     wide_smem[group] = weights
                     plgpu.commit_smem()
@@ -403,17 +471,69 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
                 y_chunk = y_smem.at[group, i % slots, pl.ds(0, rows)]
                 y_chunk.transpose((1, 0))[...] = total[:, first : first + rows]
+                if scattered:
+                    store_rows(tile, first, rows, columns.start, y_chunk, total[:, first : first + rows])
+                    continue
                 plgpu.commit_smem()
                 window = pl.ds(tile.row * height + first, rows), columns
                 target = y_gmem.at[tile.part, *window] if apart else y_gmem.at[*window]
                 plgpu.copy_smem_to_gmem(y_chunk, target, reduction_op=None if apart else store_op)
             return stage
 
+        # Scatter rows
+        def store_rows(tile, first: int, rows: int, first_column, y_chunk, values) -> None:
+            """Rows of the tile, from the first on, to their slots."""
+            first_row, by_token = tile.row * height + first, slot_gmem is None
+            if not interpret:
+                top_k, numbers = (problem.top_k, ids_gmem) if by_token else (None, slot_gmem)
+                place = jnp.int32(first) if by_token else first_row
+                mosaic_threads.store_rows(
+                    y_chunk, y_gmem, numbers, place, first_column, rows, y_transforms, top_k=top_k, expert=tile.expert
+                )
+                return
+
+            def store_row(slot, own, r) -> None:
+                row = lax.dynamic_index_in_dim(values, r, axis=1, keepdims=False)
+
+                def store():
+                    y_gmem[slot, pl.ds(first_column, group_n)] = row
+
+                pl.when(own)(store)
+
+            def store_to_slots(r, _):
+                if not by_token:
+                    slot = slot_gmem[first_row + r]
+                    store_row(slot, slot >= 0, r)
+                    return
+                for i in range(problem.top_k):
+                    slot = jnp.minimum((first + r) * problem.top_k + i, problem.slots - 1)
+                    store_row(slot, (first + r < problem.tokens) & (ids_gmem[slot] == tile.expert), r)
+
+            lax.fori_loop(0, rows, store_to_slots, None)
+
+        def zero_rows() -> None:
+            """Of slots that have no expert."""
+            if not interpret:
+                mosaic_threads.zero_rows(ids_gmem, y_gmem, block, blocks, problem.experts)
+                return
+
+            def zero_row(i, _):
+                slot = block + i * blocks
+
+                def store_zeros():
+                    y_gmem[slot] = jnp.zeros(y_gmem.shape[1], y_dtype)
+
+                pl.when((ids_gmem[slot] < 0) | (ids_gmem[slot] >= problem.experts))(store_zeros)
+
+            lax.fori_loop(0, lax.div(problem.slots - block + (blocks - 1), jnp.int32(blocks)), zero_row, None)
+
         @pl.when(group == groups)
         def _():
             if trades_registers and not interpret:
                 plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            for_each_tile(fetch_tile, 1)
+            for_each_tile(fetch_tile, 1, jnp.int32(0), wait_for_all_rows)
+            if scattered:
+                zero_rows()
             for stage in range(stages):
                 plgpu.barrier_wait(freed.at[stage])
 
@@ -427,12 +547,14 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 for stage in range(stages):
                     plgpu.barrier_arrive(freed.at[stage])
 
-            for_each_tile(compute_tile, turns)
+            for_each_tile(compute_tile, turns, lax.rem(turn * k_steps, jnp.int32(stages)))
             plgpu.wait_smem_to_gmem(0)
 
     def call(*arrays, fill=None):
-        x, tile_expert, w = arrays[0], arrays[3], arrays[6]
+        x, tile_expert, w = arrays[0], arrays[4], arrays[7]
         y_shape = tile_expert.shape[0] * height, max(round_up(problem.n, 64), block_n)
+        if scattered:
+            y_shape = problem.slots, tile_cols * block_n if interpret else problem.n
         y_type = jax.ShapeDtypeStruct((parts, *y_shape) if apart else y_shape, y_dtype)
         before = jnp.zeros((), y_dtype) if adds_up and not apart else fill
         given = [i for i, array in enumerate(arrays) if array is not None]
@@ -444,14 +566,16 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             body(inputs, *refs[len(given) :])
 
         scratch = [
-            _operand((stages, height, block_k), x),
+            _operand((stages, height, block_k), x),  # also of x_transforms
             _operand((stages, block_n, block_k), w),
-            plgpu.SMEM(output, y_dtype),
+            plgpu.SMEM(output, y_dtype, transforms=y_transforms if scattered else ()),
             plgpu.Barrier(num_arrivals=2, num_barriers=turns * stages),
             plgpu.Barrier(num_arrivals=sharers, num_barriers=stages),
         ]
         if widens and interpret:  # the interpreter's wgmma reads shared memory only
             scratch.append(plgpu.SMEM((groups, group_n, block_k), jnp.float16))
+        evicts = evicts_weights_first(problem, config)
+        name = mosaic_policy.evict_first(KERNEL_NAME) if evicts else KERNEL_NAME
         kernel = plgpu.kernel(
             with_optional,
             out_type=y_type if before is None else (),
@@ -461,7 +585,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             num_threads=groups + 1,
             thread_name="group",
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-            kernel_name=mosaic_policy.evict_first(KERNEL_NAME) if evicts_weights_first(problem) else KERNEL_NAME,
+            kernel_name=name,
             interpret=plgpu.InterpretGPUParams() if interpret else None,
         )
         operands = [arrays[i] for i in given]
@@ -496,10 +620,13 @@ def _tile(
 
 def _operand(shape: tuple[int, int, int], source: jax.Array):
     """Shared memory for stages of a matrix operand (stages, rows, block_k) that TMA fills from source (..., K)."""
+    return plgpu.SMEM(shape, source.dtype, transforms=_transforms(shape[-1], source))
+
+
+def _transforms(block_k: int, source: Any):
     itemsize = source.dtype.itemsize
-    width = next(s for s in SWIZZLES if source.shape[-1] * itemsize % s == 0 and shape[-1] * itemsize % s == 0)
-    transforms = plgpu.TilingTransform((8, width // itemsize)), plgpu.SwizzleTransform(width)  # type: ignore[abstract]
-    return plgpu.SMEM(shape, source.dtype, transforms=transforms)
+    width = next(s for s in SWIZZLES if source.shape[-1] * itemsize % s == 0 and block_k * itemsize % s == 0)
+    return plgpu.TilingTransform((8, width // itemsize)), plgpu.SwizzleTransform(width)  # type: ignore[abstract]
 
 
 def _load_vector(ref, layout) -> jax.Array:

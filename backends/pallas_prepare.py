@@ -78,6 +78,7 @@ def launch(
 def launch_with_scaling(
     planner: Callable[[Refs, jax.Array], None], planners: int, made: dict[str, jax.ShapeDtypeStruct], x: jax.Array,
     topk_ids: jax.Array, problem: Problem, *, name: str, num_warps: int, interpret: bool, halves_of: int = 0,
+    together: int = 2,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """So many programs of `planner`, which read "topk_ids", and behind them, where the problem scales x, one a token.
 
@@ -99,21 +100,22 @@ def launch_with_scaling(
 
             @pl.when(program >= planners)
             def _() -> None:
-                ref["x_scale"][program - planners] = scale_token(ref, program - planners, problem, halves_of)
+                ref["x_scale"][program - planners] = scale_token(ref, program - planners, problem, halves_of, together)
 
     found = launch(kernel, planners + tokens, given, made, name=name, num_warps=num_warps, interpret=interpret)
     return found | {"x": found.pop("scaled", x)}
 
 
 def count_with_scaling(
-    x: jax.Array, topk_ids: jax.Array, problem: Problem, *, name: str, interpret: bool, halves_of: int = 0
-) -> dict[str, jax.Array]:
+    x: jax.Array, topk_ids: jax.Array, problem: Problem, *, name: str, interpret: bool, halves_of: int = 0,
+    together: int = 2,
+) -> dict[str, jax.Array]:  # fmt: skip
     """As `launch_with_scaling`, of planners that count: "counts" (E + 1,) int32, the slots of each bucket."""
     buckets = problem.experts + 1
     return launch_with_scaling(
         lambda ref, bucket: count_bucket(ref, bucket, problem),
         buckets, {"counts": jax.ShapeDtypeStruct((buckets,), jnp.int32)}, x, topk_ids, problem,
-        name=name, num_warps=4, interpret=interpret, halves_of=halves_of,
+        name=name, num_warps=4, interpret=interpret, halves_of=halves_of, together=together,
     )  # fmt: skip
 
 
@@ -228,12 +230,12 @@ def span_rows(ref: Refs, first_row: jax.Array, own_rows: jax.Array, end: jax.Arr
     lax.fori_loop(0, ceil_div(most, FILL_CHUNK), step, None)
 
 
-def scale_token(ref: Refs, token: jax.Array, problem: Problem, halves_of: int = 0) -> jax.Array:
+def scale_token(ref: Refs, token: jax.Array, problem: Problem, halves_of: int = 0, together: int = 2) -> jax.Array:
     """A row of x to e4m3 or float16 by a power of two, ref["x"] to ref["scaled"], whose columns past K become zeros;
     its scale. shared/fp8.py's quantise_token or scale_token, bit for bit.
 
     A row of one chunk stays in registers; a longer one is read twice. halves_of: 0, or how many values of K, a divisor
-    of it, a kernel takes in two products, the even ones before the odd ones: shared/fp8.py's `place_of`, for pairs.
+    of it, a kernel takes in two products, `together` of its weights at a time: as shared/fp8.py's `place_of`.
     """
     to_fp8, columns = problem.quantises_x, ref["scaled"].shape[1]
     chunk = min(ROW_CHUNK, max(256, power_of_two(columns)))
@@ -271,7 +273,8 @@ def scale_token(ref: Refs, token: jax.Array, problem: Problem, halves_of: int = 
         if halves_of:
             half = halves_of // 2
             first = start + halves_of * lax.iota(jnp.int32, chunk // halves_of)
-            for parity, part in enumerate(lax.split(scaled.reshape(chunk // 2, 2), (1, 1), axis=1)):
+            own = together // 2
+            for parity, part in enumerate(lax.split(scaled.reshape(chunk // together, 2, own), (1, 1), axis=1)):
                 place = first[:, None] + (parity * half + lax.iota(jnp.int32, half))[None, :]
                 store(ref["scaled"], (token, place), part.reshape(place.shape), place < columns)
         else:

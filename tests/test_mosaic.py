@@ -79,7 +79,7 @@ def test_all_tokens_in_one_box(ids: str, variant: str, order: str) -> None:
         name="all-tokens", reason="", ids=np.array(IDS_OF_8_TOKENS[ids], np.int32), experts=8, n=96, k=72,
         routing_weight=False,
     )  # fmt: skip
-    assert mosaic_rows.reads_all_tokens(case.problem(variant))
+    assert mosaic_config.reads_all_tokens(case.problem(variant))
     data = cases.data_of(case, variant)
     y = run(BACKEND, data, order, case.config)
     check(y, data)
@@ -113,15 +113,20 @@ def test_rows_of_an_expert_lie_together_in_few_groups(counts: np.ndarray) -> Non
 
 
 @pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("popular", [False, True])
-def test_tiles_find_the_rows_of_their_slots(popular: bool, backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a tile multiplies, by `tile_x`, are its slots' tokens, and its part of the output is where `position` looks.
+def test_tiles_find_the_rows_of_their_slots(
+    popular: bool, gathered: bool, backwards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a tile multiplies, by `tile_x`, or gathers, by `row_slot`, are its slots' tokens; its part of the output is
+    where `position` looks, and goes where `row_slot` says.
 
     Experts of 1, 2, 3, 5, 8, 9, 20 and no slots, and slots of no expert; tiles of 16 rows. backwards: the programs of a
     launch run from the last one to the first, so that nothing hangs on their order.
     """
     if backwards:
         run_programs_backwards(monkeypatch)
+    monkeypatch.setattr(mosaic_rows, "gathers", lambda problem, config: gathered)
     counts, block_m = (2, 0, 1, 20, 3, 9, 5, 8), 16
     rng = np.random.default_rng(5)
     ids = rng.permutation(np.repeat(np.arange(-1, len(counts), dtype=np.int32), (4, *counts)))[:, None]
@@ -134,9 +139,10 @@ def test_tiles_find_the_rows_of_their_slots(popular: bool, backwards: bool, monk
             x, ids, weight, None, problem.k, problem, order, Config(block_m=block_m), not HAS_GPU
         )
     )(x, jnp.asarray(ids), weight)
-    rows_of_x, row_scale = np.asarray(rows.x), np.asarray(rows.row_scale)
+    rows_of_x, row_scale, row_slot = (np.asarray(a) for a in (rows.x, rows.row_scale, rows.row_slot))
     tile_x, expert, position = (np.asarray(a) for a in (rows.tile_x, rows.tile_expert, rows.position))
-    assert int(rows.tile_rows[-1]) == sum(-(-count // block_m) for count in counts)
+    tile_rows = sum(-(-count // block_m) for count in counts)
+    assert int(rows.tile_rows[-1]) == tile_rows
     assert np.all(tile_x[:, 0] % mosaic_rows.GROUP == 0)
     assert np.all(tile_x[expert < 0] == 0)
     for slot, e in enumerate(ids[:, 0]):
@@ -144,8 +150,15 @@ def test_tiles_find_the_rows_of_their_slots(popular: bool, backwards: bool, monk
             row, within = divmod(position[slot], block_m)
             assert expert[row] == e
             assert within < tile_x[row, 1] <= block_m
-            assert rows_of_x[tile_x[row, 0] + within].tolist() == [slot + 1] * problem.k
+            row_of_x = slot if gathered else tile_x[row, 0] + within
+            assert rows_of_x[row_of_x].tolist() == [slot + 1] * problem.k
             assert row_scale[position[slot]] == slot
+            assert row_slot[position[slot]] == slot
+    assert np.sum(row_slot >= 0) == np.sum(ids >= 0), "no slot a second time"
+    assert np.all(row_slot[tile_rows * block_m :] == -1)
+    if gathered:
+        assert np.all(tile_x[:, 0] == 0)
+        return
     # Nothing that a tile reads lies outside: it reads whole heights.
     in_use = tile_x[expert >= 0]
     heights = mosaic_config.heights_up_to(block_m)
@@ -241,7 +254,7 @@ def test_active_experts(experts: int) -> None:
     rows_of = jax.jit(lambda ids: mosaic_rows.all_tokens(x, ids, None, None, 16, problem, "row", not HAS_GPU))
     for ids in draws:
         rows = rows_of(jnp.asarray(ids, jnp.int32).reshape(3, 8))
-        found, (place, token) = np.asarray(rows.tile_expert), np.divmod(np.asarray(rows.position), mosaic_rows.TOKENS)
+        found, (place, token) = np.asarray(rows.tile_expert), np.divmod(np.asarray(rows.position), mosaic_config.TOKENS)
         valid = (ids >= 0) & (ids < experts)
         active = np.unique(ids[valid])
         assert found.size == min(experts, 24) + 1
@@ -309,21 +322,22 @@ def test_in_row_order_the_first_loads_wait_for_nothing(tokens: int, loads: int) 
 
 
 @pytest.mark.parametrize(
-    ("name", "gemm", "tokens", "dtype", "first"),
+    ("name", "gemm", "tokens", "dtype", "block_m", "first"),
     [
-        ("mixtral-8x7b", "gate-up", 8, "fp16", True),
-        ("qwen3-30b-a3b", "gate-up", 256, "fp16", True),  # 8.4 MB of x, 6.3 of y
-        ("deepseek-v3", "gate-up", 128, "fp16", False),  # 14.7 MB of x
-        ("deepseek-v3", "gate-up", 128, "fp8-w8a8", True),  # half as many
-        ("deepseek-v3", "down", 128, "fp16", True),  # 14.7 MB of y, which appear meanwhile
-        ("deepseek-v3", "down", 512, "fp16", False),
+        ("mixtral-8x7b", "gate-up", 8, "fp16", 16, True),
+        ("qwen3-30b-a3b", "gate-up", 256, "fp16", 32, True),  # 8.4 MB of x, 6.3 of y
+        ("deepseek-v3", "gate-up", 128, "fp16", 64, False),  # 14.7 MB of x, sorted
+        ("deepseek-v3", "gate-up", 128, "fp16", 16, True),  # gathered: 1.8 MB, and 1 of y
+        ("deepseek-v3", "gate-up", 128, "fp8-w8a8", 64, True),  # half as many
+        ("deepseek-v3", "down", 128, "fp16", 16, True),  # 14.7 MB of y, which appear meanwhile
+        ("deepseek-v3", "down", 512, "fp16", 16, False),
     ],
 )
 def test_weights_are_evicted_first_where_little_else_is_in_l2(
-    name: str, gemm: str, tokens: int, dtype: str, first: bool
+    name: str, gemm: str, tokens: int, dtype: str, block_m: int, first: bool
 ) -> None:
     problem = models.model(name).problem(gemm, tokens, dtype)
-    assert mosaic_config.evicts_weights_first(problem) == first
+    assert mosaic_config.evicts_weights_first(problem, Config(block_m=block_m)) == first
 
 
 @pytest.mark.compile_only
@@ -340,7 +354,7 @@ def test_copies_of_weights_alone_have_the_policy(problem: Problem, evicted: bool
     """For sm_90a: an L2 policy for each copy of weights and none of x, which has one of these for each height; and no
     policy in a kernel that is not to have it, though Mosaic's lowering asks `mosaic_policy` for each."""
     config = Config(block_k=64, num_stages=3)
-    assert mosaic_config.evicts_weights_first(problem) == evicted
+    assert mosaic_config.evicts_weights_first(problem, config) == evicted
     ptx = backends.load(BACKEND).compile_only(problem, "row", config).ptx
     copies = re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared\S*", ptx)
     with_policy = [copy for copy in copies if copy.endswith(".L2::cache_hint")]
