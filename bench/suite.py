@@ -20,7 +20,7 @@ from bench.contenders import CannotRun, Contender, capture, prepare, wait
 from bench.data import Data, DataCache
 from bench.machine import Device, versions
 from bench.results import Journal
-from bench.turns import Turns
+from bench.turns import Turns, beside_others
 
 COMPILE_THREADS = 12
 PEERS_AT_ONCE = 4
@@ -233,7 +233,7 @@ class Suite:
         key = self.data.key_of(*identity)
         if key != self.data.key:
             self._forget()
-            with contextlib.nullcontext() if self.turns is None else self.turns.shared():
+            with beside_others(self.turns):
                 self.data.get(*identity)
                 self._compile_ahead(key)
         return self.data.get(*identity)

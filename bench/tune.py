@@ -31,6 +31,7 @@ from bench.clock import CLOCKS, ClockError
 from bench.machine import has_gpu
 from bench.prune import Spills
 from bench.results import UnusableFile, alone, append, differences, end_at_a_line, json_lines
+from bench.turns import Turns, beside_others, folder_of
 from shared.checks import ArgumentError, check_name
 from shared.config import Config
 from shared.models import model
@@ -44,7 +45,9 @@ COMPILE_THREADS = 12
 _SHAPE = ("dtype", "scale_layout", "experts", "n", "k", "top_k", "tokens")
 
 
-def tune_case(row: Row, device: Any, configs: list[Config], data: Any, spills: Spills | None = None) -> dict[str, Any]:
+def tune_case(
+    row: Row, device: Any, configs: list[Config], data: Any, spills: Spills | None = None, turns: Turns | None = None
+) -> dict[str, Any]:
     """Times in µs of each candidate that runs and is right; what was left out or failed is kept with its reason.
 
     The config that calls take today is timed first. What does not fit, spills, or has a lower bound above the best time
@@ -72,7 +75,8 @@ def tune_case(row: Row, device: Any, configs: list[Config], data: Any, spills: S
             except CannotRun as reason:
                 failed[str(config)] = str(reason)
         wanted = [config for config in wanted if config in contenders]
-        failed.update(_compile({config: contenders[config] for config in wanted}, device))
+        with beside_others(turns):
+            failed.update(_compile({config: contenders[config] for config in wanted}, device))
         for config in wanted:
             if str(config) in failed:
                 continue
@@ -225,14 +229,21 @@ def configs_for(row: Row, gpu: str, near_only: bool) -> list[Config]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Time the cases that are asked for and not in the file yet, one line each. Raises ArgumentError."""
-    from bench.machine import Machine
+    from bench.machine import Machine, gpu_id
 
     rows = jobs(arguments.backend, arguments.dtype, arguments.only, arguments.order, arguments.model, arguments.shard)
     with alone(Path(arguments.out)):
-        _run(rows, arguments, Machine(arguments.clock))
+        turns = Turns(folder_of(gpu_id())) if arguments.take_turns else None
+        if turns is not None:
+            turns.alone()
+        try:
+            _run(rows, arguments, Machine(arguments.clock, turns), turns)
+        finally:
+            if turns is not None:
+                turns.leave()
 
 
-def _run(rows: list[Row], arguments: argparse.Namespace, device: Any) -> None:
+def _run(rows: list[Row], arguments: argparse.Namespace, device: Any, turns: Turns | None) -> None:
     from bench import data as bench_data
     from bench.machine import versions
 
@@ -255,8 +266,9 @@ def _run(rows: list[Row], arguments: argparse.Namespace, device: Any) -> None:
                 break
             begin = time.monotonic()
             configs = seeds.get((row.case.name, row.dtype)) or configs_for(row, device.gpu, arguments.near)
-            data = cache.get(row.case, row.dtype, layout)
-            entry = tune_case(row, device, configs, data, spills)
+            with beside_others(turns):
+                data = cache.get(row.case, row.dtype, layout)
+            entry = tune_case(row, device, configs, data, spills, turns)
             entry |= {"gpu": device.gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d")}
             append(out, entry)
             now = time.monotonic()
@@ -446,6 +458,7 @@ def tune(
         bool, typer.Option("--missing", help="only cases that backends/tuned/ has no entry for")
     ] = False,
     shard: Annotated[str, typer.Option(help="I/N: the I-th of N parts of the layers, for N GPUs side by side")] = "1/1",
+    take_turns: Annotated[bool, typer.Option("--take-turns", help="other shards run on this GPU, too")] = False,
     collect_from: Annotated[
         Path | None, typer.Option("--collect", help="write the best configs of this run to backends/tuned/")
     ] = None,
@@ -464,7 +477,7 @@ def tune(
     chosen = argparse.Namespace(
         backend=backend or ["torch-triton"], dtype=dtype or list(DEFAULT_DTYPES), only=only or [""], order=order,
         out=out, seconds=seconds, clock=clock, from_best=from_best, top=top, model=model_name, near=near_known,
-        missing=missing,
+        missing=missing, take_turns=take_turns,
     )  # fmt: skip
     try:
         for name in chosen.backend:

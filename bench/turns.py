@@ -33,6 +33,7 @@ class Turns:
         self._folder = folder
         self._gate, self._gpu = ((folder / name).open("w") for name in ("gate", "gpu"))
         self._pids: list[IO[str]] = []
+        self._seen: set[int] = set()
 
     def alone(self) -> None:
         """Wait until no other process uses the GPU, and keep all others off it."""
@@ -68,8 +69,16 @@ class Turns:
             self._pids.append(file)
 
     def pids(self) -> set[int]:
-        """What those that have joined and still live have told."""
-        return {int(path.name.removeprefix(_PIDS)) for path in self._folder.glob(f"{_PIDS}*") if _is_held(path)}
+        """What those have told that have joined and live, or did at an earlier call: one that ends is on the GPU for a
+        while after its locks are gone."""
+        paths = self._folder.glob(f"{_PIDS}*")
+        self._seen |= {int(path.name.removeprefix(_PIDS)) for path in paths if _is_held(path)}
+        return set(self._seen)
+
+
+def beside_others(turns: Turns | None) -> contextlib.AbstractContextManager[None]:
+    """Turns.shared; nothing where no other process shares the GPU."""
+    return contextlib.nullcontext() if turns is None else turns.shared()
 
 
 def _is_held(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import itertools
 import json
 import time
@@ -20,6 +21,7 @@ pytest.importorskip("typer")
 from backends import mosaic_config, registry, tuning
 from bench import candidates, contenders, data, export_vllm, machine, measure, prune, results, tune
 from bench.cases import TOKENS_FULL, Row
+from bench.turns import Turns
 from shared.checks import ArgumentError
 from shared.config import MOST_STAGES, Config
 from shared.models import model
@@ -322,14 +324,33 @@ def test_cases_with_an_entry_of_their_own_are_told_apart(monkeypatch: pytest.Mon
     assert not tune.has_entry(Row.of("mixtral-8x7b", "down", 8, "fp16", "column", "torch-triton"), "Some GPU")
 
 
-def test_a_run_takes_missing_cases_near_known_ones_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def is_taken(lock: Path) -> bool:
+    """Whether someone has the GPU for itself."""
+    if not lock.exists():
+        return False
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("take_turns", [False, True])
+def test_a_run_takes_missing_cases_near_known_ones_and_goes_on(
+    take_turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Mixtral's gate-up has an entry at 8 tokens, nothing else has one: the run is stopped, repeated, and complete."""
+    monkeypatch.setattr(tune, "folder_of", lambda gpu: tmp_path / "turns")
     monkeypatch.setattr(tuning, "_entries", lambda slug: [entry(8)])
-    monkeypatch.setattr(machine, "Machine", lambda clock: types.SimpleNamespace(gpu="Some GPU", torch_device="cpu"))
+    monkeypatch.setattr(machine, "Machine", lambda *_: types.SimpleNamespace(gpu="Some GPU", torch_device="cpu"))
     monkeypatch.setattr(data, "build_batches", lambda cases, *_, **__: dict.fromkeys(cases))
     timed: dict[str, int] = {}
 
-    def tune_case(row: Row, device: Any, configs: list[Config], *_: object) -> dict[str, Any]:
+    def tune_case(
+        row: Row, device: Any, configs: list[Config], data: Any, spills: Any, turns: Turns | None
+    ) -> dict[str, Any]:
+        assert (turns is not None) == is_taken(tmp_path / "turns" / "gpu") == take_turns, "alone, with all others away"
         if len(timed) == 3 and row.id not in timed:
             timed["stopped"] = 0
             raise KeyboardInterrupt
@@ -342,9 +363,11 @@ def test_a_run_takes_missing_cases_near_known_ones_and_goes_on(tmp_path: Path, m
     given = types.SimpleNamespace(
         clock="cupti", out=tmp_path / "tune.jsonl", from_best=None, top=4, backend=["torch-triton"], dtype=["fp16"],
         only=["gate-up"], order="column", model=["mixtral-8x7b"], shard=(1, 1), missing=True, near=True, seconds=1e9,
+        take_turns=take_turns,
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         tune.run(given)  # type: ignore[arg-type]
+    assert not is_taken(tmp_path / "turns" / "gpu")
     assert len(tune.read(given.out)) == 3
     tune.run(given)  # type: ignore[arg-type]
     batches = [tokens for tokens in TOKENS_FULL if tokens != 8]
