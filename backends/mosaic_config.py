@@ -119,8 +119,9 @@ def scatters(problem: Problem, config: Config) -> bool:
 
 
 def reads_words(problem: Problem) -> bool:
-    """Whether each thread reads WORD e4m3 weights at a time; x is in the order that this gives a matrix instruction."""
-    return problem.dtype == "fp8-w8a16" and problem.k % WORDS_OF == 0
+    """Whether each thread reads WORD e4m3 weights at a time: where x is scaled beforehand, which brings it to the order
+    that this gives a matrix instruction at no cost."""
+    return problem.dtype == "fp8-w8a16" and problem.scales_x and problem.k % WORDS_OF == 0
 
 
 def evicts_weights_first(problem: Problem, config: Config) -> bool:
