@@ -208,7 +208,7 @@ def _swizzled(ref: Any, row: Any, column: Any, row_bytes: int, transforms: Any) 
 
 
 def _slot_of(ref: Any, place: Any) -> Any:
-    """ref[place], int32. Not ld.global.nc, which the compiler may move ahead of the sums and keep in registers there."""
+    """ref[place], int32. Not by ld.global.nc, which the compiler may move ahead, where its result takes registers."""
     address = arith.addi(_address(ref), _wide(_times(place, 4)))
     return utils.inline_ptx("ld.global.b32 $0, [$1];", address, result_types=_i32(), has_side_effects=True)
 
