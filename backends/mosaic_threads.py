@@ -109,6 +109,7 @@ def store_rows(
         ctx: Any, source_ref: Any, y_ref: Any, number_ref: Any, first_row: Any, first_column: Any, expert: Any
     ) -> None:
         del ctx
+        utils.warpgroup_barrier()  # what others have written is there
         y_base = _address(y_ref)
         first_row, first_byte = first_row.registers.item(), _times(first_column.registers.item(), itemsize)
         expert = expert.registers.item()
