@@ -15,8 +15,6 @@ from bench import disassembly, floor_picture, reads, results, tables, target_lin
 from bench.tables import NOT_MEASURED
 from bench.terminal import Table
 
-LATER = "later"
-"""Folder beside the targets' results with those of a later run of the set that is not whole."""
 PICTURE = "floor-over-time.svg"
 STEPS = "steps-taken.json"
 STEP_FIELDS = ("step", "predicted", "measured", "source file", "verdict")
@@ -176,30 +174,6 @@ def each_peer(found: dict[str, Any]) -> Table:
     return ["peer", "dtype", "cases", of.format("the fastest backend's"), of.format("torch-triton's")], lines
 
 
-def later_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """Per dtype and backend, over the cases that both runs have: geometric means of floor over kernel time and of the
-    best peer's time over it, in each. Each run has its own floors and peers."""
-    runs = targets.Times(before), targets.Times(after)
-    lines = []
-    for dtype, backend in itertools.product(("fp16", "bf16", *targets.FP8), BACKENDS):
-        shares, peers = [], []  # (before, after) of each case
-        for layer in targets.layers(before["run"].get("seed", 0)):
-            old, new = (times.row(layer.name, (dtype,), backend) for times in runs)
-            if old and new:
-                shares.append((targets.share(old), targets.share(new)))
-                rival, later = (times.best_peer(layer.name, dtype) for times in runs)
-                if rival and later:
-                    peers.append((rival["kernel_us"] / old["kernel_us"], later["kernel_us"] / new["kernel_us"]))
-        if shares:
-            lines.append([dtype, backend, str(len(shares)), _before_after(shares), _before_after(peers)])
-    return ["dtype", "backend", "cases", "floor ÷ time", "best peer ÷ time"], lines
-
-
-def _before_after(pairs: list[tuple[float, float]]) -> str:
-    """Geometric means of (before, after), such as "0.912 → 0.934"; "–" for none."""
-    return " → ".join(f"{target_lines.geometric(of):.3f}" for of in zip(*pairs, strict=True)) or "–"
-
-
 def whole_calls(found: dict[str, Any]) -> Table:
     """Per backend, dtype and batch: GPU time of a call's kernels beside its GEMM kernel, the median of the layers, and
     that of a whole call over torch-triton's, median and largest."""
@@ -340,13 +314,6 @@ def _picture(folder: Path, merged: dict[str, Any]) -> str:
     return f"![Floor over kernel time of the fastest backend](../bench/results/{folder.name}/{PICTURE})"
 
 
-def _later(folder: Path, merged: dict[str, Any]) -> str:
-    before, after = load(folder), load(folder / LATER)
-    if before is None or after is None:
-        return NOT_MEASURED
-    return f"{environment(after)}\n\n{tables.markdown(later_table(before, after))}"
-
-
 def _steps(folder: Path, merged: dict[str, Any]) -> str:
     path = folder / STEPS
     return tables.markdown(steps_table(path)) if path.exists() else NOT_MEASURED
@@ -364,7 +331,6 @@ BLOCKS: dict[str, Callable[[Path, dict[str, Any]], str]] = {
     "disassembly": _disassembly,
     "targets-summary": lambda folder, merged: summary(_judged(folder)) if load(folder) else NOT_MEASURED,
     "targets": lambda folder, merged: tables.markdown(targets_table(_judged(folder))),
-    "targets-later": _later,
     "targets-plain-read": lambda folder, merged: tables.markdown(plain_read_table(_judged(folder))),
     "plain-reads": _from_results(lambda found: plain_reads(found)),
     "targets-cases": _from_results(cases_table),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import importlib.util
 import re
 from types import SimpleNamespace
@@ -164,6 +165,21 @@ def test_tiles_find_the_rows_of_their_slots(
     heights = mosaic_config.heights_up_to(block_m)
     read = [next(h for h in heights if h >= rows) for rows in in_use[:, 1]]
     assert np.all(in_use[:, 0] + read <= rows.x.shape[0])
+
+
+@NUMERICS
+@pytest.mark.parametrize("unknown", [-1, 3, 2**31 - 1], ids=["some-minus-one", "unchecked-3", "unchecked-most"])
+def test_rows_put_in_place_by_xla(unknown: int) -> None:
+    """N = 60: rows of y are no multiple of 16 bytes, so tiles are stored whole. Slots of no expert get zeros, too."""
+    case = cases.Case(
+        name="by-xla", reason="", ids=np.array([(-1, 2), (0, -1), (2, 0), (1, -1), (-1, -1)], np.int32), experts=3,
+        n=60, k=72,
+    )  # fmt: skip
+    data = cases.data_of(case, "fp16")
+    assert not mosaic_config.scatters(data.problem, case.config)
+    ids = np.where(data.ids < 0, np.int32(unknown), data.ids)
+    y = run(BACKEND, dataclasses.replace(data, ids=ids), "row", case.config)
+    check(y, data)
 
 
 @NUMERICS

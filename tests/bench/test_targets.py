@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from collections.abc import Callable
@@ -273,27 +272,6 @@ def test_each_peer_stands_beside_the_fastest_backend_and_torch_triton(found: Fou
     assert most == pytest.approx(1.5 * least, rel=0.01)
     least, _, most = (float(part) for part in new[4].split(", "))
     assert most == pytest.approx(1.5 * 1.25 * least, rel=0.01)
-
-
-def test_a_later_run_stands_beside_the_targets_in_the_cases_that_both_have(found: Found) -> None:
-    """The later run lacks one case of pallas-mosaic, is twice as fast in another, and has no peer in a third."""
-    first, second, third = (MIXTRAL.format(tokens) for tokens in (1, 8, 64))
-    later = copy.deepcopy(found)
-    (half,) = of(later, first, "fp8-w8a8", "pallas-mosaic")
-    half["kernel_us"] /= 2
-    (lacking,) = of(later, second, "fp8-w8a8", "pallas-mosaic")
-    lacking["kernel_us"] *= 100
-    later["rows"].remove(lacking)
-    later["rows"] = [row for row in later["rows"] if row["case"] != third or row["contender"] in BACKENDS]
-    _, before = performance.later_table(found, found)
-    headings, after = performance.later_table(found, later)
-    line, same = ({tuple(row[:2]): row for row in rows}["fp8-w8a8", "pallas-mosaic"] for rows in (after, before))
-    assert int(line[headings.index("cases")]) == int(same[2]) - 1
-    for column, count in (("floor ÷ time", int(line[2])), ("best peer ÷ time", int(line[2]) - 1)):
-        old, new = (float(part) for part in line[headings.index(column)].split(" → "))
-        assert new / old == pytest.approx(2 ** (1 / count), rel=2e-3)
-        old, new = (float(part) for part in same[headings.index(column)].split(" → "))
-        assert old == new
 
 
 def test_whole_calls_stand_beside_their_kernels_and_torch_triton(found: Found) -> None:
