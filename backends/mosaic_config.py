@@ -118,10 +118,11 @@ def scatters(problem: Problem, config: Config) -> bool:
     return config.parts(problem.k) == 1 and problem.n % 8 == 0
 
 
-def reads_words(problem: Problem) -> bool:
+def reads_words(problem: Problem, config: Config) -> bool:
     """Whether each thread reads WORD e4m3 weights at a time: where x is scaled beforehand, which brings it to the order
-    that this gives a matrix instruction at no cost."""
-    return problem.dtype == "fp8-w8a16" and problem.scales_x and problem.k % WORDS_OF == 0
+    that this gives a matrix instruction at no cost. Words take registers of their own until they are widened."""
+    room = registers_of_thread(problem, config) < COMPUTE_REGISTERS
+    return problem.dtype == "fp8-w8a16" and problem.scales_x and problem.k % WORDS_OF == 0 and room
 
 
 def evicts_weights_first(problem: Problem, config: Config) -> bool:
@@ -149,22 +150,28 @@ def blocks_per_sm(problem: Problem, config: Config) -> int:
     """Thread blocks that fit an SM's shared memory and registers, 4 at most; num_stages decides.
 
     Several hide each other's latencies: one widens weights or stores its tile while another multiplies. Registers are
-    estimated, from above (`tests/test_compile_only.py` holds the estimate to what is compiled).
+    estimated, from above (`tests/test_mosaic.py` holds the estimate to what is compiled).
     """
     by_memory = SHARED_MEMORY_PER_SM // (shared_bytes(problem, config) + 1024)
-    registers = min(255, registers_of_thread(problem, config))
+    registers = registers_of_thread(problem, config)
     if config.num_warps == 8 and registers > REGISTERS_OF_THREE:
         return 1
-    by_registers = 65536 // ((32 * config.num_warps + 128) * round_up(registers, 8))
+    # The rows' scales stand beside the sums at a tile's end, when no widened weights do any more.
+    registers += max(0, tile_height(problem, config) // 4 - _widened_registers(problem, config))
+    by_registers = 65536 // ((32 * config.num_warps + 128) * round_up(min(255, registers), 8))
     return max(1, min(4, by_memory, by_registers))
 
 
 def registers_of_thread(problem: Problem, config: Config) -> int:
     """Registers of a thread: its part of the sums, of the widened weights, and what addresses take."""
-    widened = channels_of_group(config) * config.block_k // 256 if problem.dtype == "fp8-w8a16" else 0
     # With block scales a step's sums stand beside the total: counted for whole tiles, which they may make too large.
     sums = 2 if config.ping_pong and problem.scale_layout == "block" else 1
-    return 40 + sums * _accumulator_registers(config) + widened
+    return 40 + sums * _accumulator_registers(config) + _widened_registers(problem, config)
+
+
+def _widened_registers(problem: Problem, config: Config) -> int:
+    """Of a thread of the warp-groups that multiply: its weights of a K step as float16."""
+    return channels_of_group(config) * config.block_k // 256 if problem.dtype == "fp8-w8a16" else 0
 
 
 def _accumulator_registers(config: Config) -> int:

@@ -100,7 +100,8 @@ def prepare(
         topk_weight = None
     if not reads_all_tokens(problem):
         return sort_rows(x, topk_ids, topk_weight, popularity, k, problem, order, config, interpret)
-    return all_tokens(x, topk_ids, topk_weight, popularity, k, problem, order, interpret)
+    halves_of = halves(problem, config)
+    return all_tokens(x, topk_ids, topk_weight, popularity, k, problem, order, interpret, halves_of)
 
 
 def sort_rows(
@@ -111,7 +112,7 @@ def sort_rows(
     `prepare`."""
     popular, gathered, block_m = order == "popular", gathers(problem, config), config.block_m
     counted = count_with_scaling(
-        x, topk_ids, problem, name=NAME, interpret=interpret, halves_of=halves(problem), together=WORD
+        x, topk_ids, problem, name=NAME, interpret=interpret, halves_of=halves(problem, config), together=WORD
     )
     x = counted.pop("x")
 
@@ -158,9 +159,9 @@ def sort_rows(
     )
 
 
-def halves(problem: Problem) -> int:
+def halves(problem: Problem, config: Config) -> int:
     """`halves_of` of `backends.pallas_prepare.scale_token`."""
-    return WORDS_OF if reads_words(problem) else 0
+    return WORDS_OF if reads_words(problem, config) else 0
 
 
 def sort_bucket(ref: Refs, bucket: jax.Array, problem: Problem, block_m: int) -> None:
@@ -259,7 +260,7 @@ def most_rows(problem: Problem) -> int:
 
 def all_tokens(
     x: jax.Array, topk_ids: jax.Array, topk_weight: jax.Array | None, popularity: jax.Array | None, k: int,
-    problem: Problem, order: str, interpret: bool,
+    problem: Problem, order: str, interpret: bool, halves_of: int = 0,
 ) -> Rows:  # fmt: skip
     """The tokens themselves, for every active expert. Arguments as `prepare`."""
     popular, experts = order == "popular", min(problem.experts, problem.slots)
@@ -286,7 +287,7 @@ def all_tokens(
     def kernel(ref: Refs, program: jax.Array) -> None:
         pl.when(program == 0)(lambda: find_active(ref, problem))
         if copies or scales:
-            pl.when(program > 0)(lambda: token_row(ref, program - 1, problem))
+            pl.when(program > 0)(lambda: token_row(ref, program - 1, problem, halves_of))
 
     programs = 1 + (TOKENS if copies or scales else 0)
     rows = launch(kernel, programs, given, made, name=NAME, num_warps=8, interpret=interpret)
@@ -335,13 +336,13 @@ def find_active(ref: Refs, problem: Problem) -> None:
     scatter(ref["position"], slot, position, valid)
 
 
-def token_row(ref: Refs, row: jax.Array, problem: Problem) -> None:
+def token_row(ref: Refs, row: jax.Array, problem: Problem, halves_of: int = 0) -> None:
     """A row of the box of all tokens, and its scale: activation scale times routing weight. Zeros behind the last."""
     used = row < problem.tokens
 
     @pl.when(used)
     def _() -> None:
-        scale: Any = scale_token(ref, row, problem, halves(problem), WORD) if problem.scales_x else jnp.float32(1)
+        scale: Any = scale_token(ref, row, problem, halves_of, WORD) if problem.scales_x else jnp.float32(1)
         if "sorted" in ref:
             copy_row(ref, row, row)
         if "topk_weight" in ref:

@@ -206,12 +206,13 @@ def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, popularity, fill, problem, o
 
 
 def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret: bool) -> Callable:
-    """The GEMM by `blocks` thread blocks: (*`Rows` but its position, w, w_scale) -> y_rows. R tile rows.
+    """The GEMM by `blocks` thread blocks: (*`Rows` but its position, w, w_scale, ids) -> y_rows. R tile rows, S slots.
 
     w (E, N, K)   N a multiple of 8, K of 32 bytes, no less than block_n and block_k
     w_scale       float32 or None: (E, tile_cols * block_n) or (E, ceil(N/128), ceil(K/128))
-    y_rows        (R * height, >=N), or (parts, R * height, >=N) where the parts of K are kept apart. What lies past N,
-                  and rows of no slot, are not to be read.
+    ids           (S,) int32, the slots' experts, where the kernel scatters; else None
+    y_rows        (S, N), each slot's row, where the kernel scatters. Else (R * height, >=N), or, of parts of K that are
+                  kept apart, (parts, R * height, >=N): there, what lies past N and rows of no slot are not to be read
     """
     block_n, block_k, stages = config.block_n, config.block_k, config.num_stages
     height = tile_height(problem, config)
@@ -369,7 +370,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         # Widen
         def widened(weights) -> jax.Array:
             """float16; each WORDS_OF values of K in the order in which a thread reads words of them: as x has them."""
-            if not reads_words(problem):
+            if not reads_words(problem, config):
                 return weights[...].astype(jnp.float16)
             if not interpret:
                 return mosaic_threads.load_words(weights, _transforms(block_k, w_gmem))

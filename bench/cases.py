@@ -21,7 +21,8 @@ DEFAULT_ORDERS = (("row", "pallas-mosaic"),)
 """Orders beside column in the default set: pallas-mosaic reads gathered rows of x again for each tile column, which
 column order spreads over the whole kernel and row order does not."""
 PAIRED = ("torch-triton", "pallas-mosaic")
-"""Backends whose orders the default set compares by pairs: one gathers rows of x in the kernel, the other mostly sorts them before it."""
+"""Backends whose orders the default set compares by pairs: one gathers rows of x in the kernel, the other mostly sorts
+them before it."""
 CAPTURED_TOKENS = (8,)
 """Batches that the default set also measures captured (CUDA graph, outer jax.jit), as each costs a compilation."""
 _DEFAULT = (

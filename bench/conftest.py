@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from bench import published, results, selection, watch
 from bench.cases import PARAMETERS, SETS, Case, Row, check_routing, check_shard, order_pairs, rows
 from bench.clock import CLOCKS, ClockError
 from bench.data import BatchCache, Data, DataCache, build, build_batches
-from bench.machine import Device, Machine, Rehearsal, gpu_id, versions, without_gpu_jax_stays_on_the_cpu
+from bench.machine import Device, Machine, Rehearsal, gpu_uuid, versions, without_gpu_jax_stays_on_the_cpu
 from bench.suite import LOST, PLAIN_READS, Suite
 from bench.turns import Turns, folder_of
 from shared.checks import ArgumentError
@@ -229,13 +229,30 @@ def _is_measured(item: pytest.Item, done: dict[tuple[str, str], dict[str, Any]],
     return results.config_of(known) == backends.config_for(row.problem, backend=row.contender, gpu=gpu)
 
 
+def _teller(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Prints a line now, not with the captured output of a failing test."""
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    capture = request.config.pluginmanager.get_plugin("capturemanager")
+    assert reporter is not None
+    assert capture is not None
+
+    def say(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            reporter.write_line(line)
+
+    return say
+
+
 @pytest.fixture(scope="session")
 def turns(request: pytest.FixtureRequest) -> Iterator[Turns | None]:
     """With --take-turns this process's place among those that share the GPU, which is its alone at first."""
     if not request.config.getoption("--take-turns"):
         yield None
         return
-    turns = Turns(folder_of(gpu_id()))
+    try:
+        turns = Turns(folder_of(gpu_uuid()), say=_teller(request))
+    except ArgumentError as error:
+        pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
     turns.alone()
     yield turns
     turns.leave()
@@ -273,16 +290,7 @@ def _rows_of(items: list[pytest.Item]) -> list[Row]:
 
 @pytest.fixture(scope="session")
 def suite(request: pytest.FixtureRequest, machine: Device, turns: Turns | None) -> Iterator[Suite]:
-    option = request.config.getoption
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    capture = request.config.pluginmanager.get_plugin("capturemanager")
-    assert reporter is not None
-    assert capture is not None
-
-    def say(line: str) -> None:
-        with capture.global_and_fixture_disabled():  # shown now, not with the captured output of a failing test
-            reporter.write_line(line)
-
+    option, say = request.config.getoption, _teller(request)
     earlier = request.config.stash.get(_EARLIER, [])
     before = results.compact(earlier)["run"].get("gpu", machine.gpu)
     if before != machine.gpu:

@@ -58,6 +58,11 @@ def gpu_id() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
 
 
+def gpu_uuid() -> str:
+    """UUID of the GPU that CUDA numbers 0, however CUDA_VISIBLE_DEVICES names it; what that says without nvidia-smi."""
+    return smi(("uuid",)).get("uuid") or gpu_id()
+
+
 def gpu_key(name: str) -> str:
     """Folder name of a GPU's results: "h200" for "NVIDIA H200"; a slug of the name for one that is not in the table."""
     from shared.gpus import gpus

@@ -333,7 +333,8 @@ def _framework_finding(found: dict[str, Any]) -> str:
             f"by the {name}, within 1 % of the best in: {counts} (slowest over fastest: median "
             f"{statistics.median(spread):.2f}, at most {max(spread):.2f})"
         )
-    return f"**Framework**, {len(full)} cases and dtypes: {'; '.join(parts)}. pallas-mosaic gathers outside its kernel."
+    sorts = "pallas-mosaic sorts rows of x before its kernel"
+    return f"**Framework**, {len(full)} cases and dtypes: {'; '.join(parts)}. {sorts}."
 
 
 def _best_by_backend(found: dict[str, Any], key: str) -> list[dict[str, float]]:

@@ -14,6 +14,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -229,11 +230,13 @@ def configs_for(row: Row, gpu: str, near_only: bool) -> list[Config]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Time the cases that are asked for and not in the file yet, one line each. Raises ArgumentError."""
-    from bench.machine import Machine, gpu_id
+    from bench.machine import Machine, gpu_uuid
 
+    # JAX would otherwise take three quarters of the GPU's memory at its first use, and others share the GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     rows = jobs(arguments.backend, arguments.dtype, arguments.only, arguments.order, arguments.model, arguments.shard)
     with alone(Path(arguments.out)):
-        turns = Turns(folder_of(gpu_id())) if arguments.take_turns else None
+        turns = Turns(folder_of(gpu_uuid())) if arguments.take_turns else None
         if turns is not None:
             turns.alone()
         try:
@@ -266,8 +269,10 @@ def _run(rows: list[Row], arguments: argparse.Namespace, device: Any, turns: Tur
                 break
             begin = time.monotonic()
             configs = seeds.get((row.case.name, row.dtype)) or configs_for(row, device.gpu, arguments.near)
-            with beside_others(turns):
+            others = turns if cache.key_of(row.case, row.dtype, layout) != cache.key else None
+            with beside_others(others):
                 data = cache.get(row.case, row.dtype, layout)
+                device.synchronize()
             entry = tune_case(row, device, configs, data, spills, turns)
             entry |= {"gpu": device.gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d")}
             append(out, entry)

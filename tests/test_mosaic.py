@@ -159,6 +159,7 @@ def test_tiles_find_the_rows_of_their_slots(
     assert np.all(row_slot[tile_rows * block_m :] == -1)
     if gathered:
         assert np.all(tile_x[:, 0] == 0)
+        assert np.all(row_slot[: tile_rows * block_m : block_m] >= 0), "a tile's rows begin with its first slot's"
         return
     # Nothing that a tile reads lies outside: it reads whole heights.
     in_use = tile_x[expert >= 0]
@@ -316,6 +317,12 @@ def test_eight_tokens_are_eight_columns() -> None:
         ("fp16", Config(block_m=16, block_n=64, num_stages=2), 4),
         pytest.param("fp16", Config(block_m=64, block_k=64, num_stages=4), 2, marks=pytest.mark.slow),
         ("fp8-w8a16", Config(block_m=16, num_stages=5), 2),
+        # tall tiles, whose rows have many scales
+        ("fp8-w8a8", Config(block_m=160, block_n=64, block_k=32, num_stages=3), 1),
+        pytest.param("fp8-w8a8", Config(block_m=80, block_n=64, block_k=32, num_stages=10), 2, marks=pytest.mark.slow),
+        pytest.param(
+            "fp8-w8a16", Config(block_m=64, block_k=32, num_warps=8, num_stages=10), 1, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_registers_leave_room_for_the_thread_blocks_that_are_launched(dtype: str, config: Config, blocks: int) -> None:

@@ -342,8 +342,9 @@ def test_a_run_takes_missing_cases_near_known_ones_and_goes_on(
 ) -> None:
     """Mixtral's gate-up has an entry at 8 tokens, nothing else has one: the run is stopped, repeated, and complete."""
     monkeypatch.setattr(tune, "folder_of", lambda gpu: tmp_path / "turns")
+    device = types.SimpleNamespace(gpu="Some GPU", torch_device="cpu", synchronize=lambda: None)
     monkeypatch.setattr(tuning, "_entries", lambda slug: [entry(8)])
-    monkeypatch.setattr(machine, "Machine", lambda *_: types.SimpleNamespace(gpu="Some GPU", torch_device="cpu"))
+    monkeypatch.setattr(machine, "Machine", lambda *_: device)
     monkeypatch.setattr(data, "build_batches", lambda cases, *_, **__: dict.fromkeys(cases))
     timed: dict[str, int] = {}
 

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from bench import machine, results
+from bench import turns as turns_module
 from bench.turns import Turns
 from bench.watch import Others
+from shared.checks import ArgumentError
 
 ROOT = Path(__file__).parents[2]
 PARTS, LAYERS = 4, 3
@@ -42,7 +44,9 @@ def test_who_is_alone_is_alone_and_who_compiles_does_so_beside_others(tmp_path: 
     assert len(spans) == 2 * LAYERS * PARTS, "some part waits for ever"
     beside = [(a, b) for a, b in itertools.combinations(spans, 2) if max(a[2], b[2]) < min(a[3], b[3])]
     assert not [pair for pair in beside if "alone" in (pair[0][0], pair[1][0])]
-    assert len({(a[1], b[1]) for a, b in beside}) == PARTS * (PARTS - 1) // 2, "every two compile side by side"
+    assert len({frozenset((a[1], b[1])) for a, b in beside}) == PARTS * (PARTS - 1) // 2, (
+        "every two compile side by side"
+    )
 
 
 def test_a_part_that_ends_leaves_its_turn_and_its_place(tmp_path: Path) -> None:
@@ -67,6 +71,57 @@ def test_a_part_that_ends_leaves_its_turn_and_its_place(tmp_path: Path) -> None:
     child.wait()
     assert turns.pids() == {7}, "it may be seen on the GPU for a while"
     assert Turns(tmp_path).pids() == set()
+
+
+def compile_beside(turns: Turns, other: Turns | None, ends_by: BaseException) -> None:
+    with turns.shared():
+        if other is not None:
+            other.together()
+        raise ends_by
+
+
+def test_a_long_wait_is_told_and_an_interrupt_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(turns_module, "TELL_EVERY", 0.05)
+    first, second = Turns(tmp_path), Turns(tmp_path, say=told.append)
+    first.alone()
+    waiting = threading.Thread(target=second.alone, daemon=True)
+    waiting.start()
+    waiting.join(timeout=0.3)
+    assert waiting.is_alive()
+    assert told
+    assert f"process {os.getpid()} took times last; their locks are in {tmp_path}" in told[0]
+    first.leave()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
+    second.leave()
+    # Compiling beside another: an interrupt does not wait for that one, an error does.
+    with pytest.raises(KeyboardInterrupt):
+        compile_beside(second, first, KeyboardInterrupt())
+    first.leave()
+    with pytest.raises(ValueError, match="wrong"):
+        compile_beside(second, None, ValueError("wrong"))
+    waiting = threading.Thread(target=first.together, daemon=True)
+    waiting.start()
+    waiting.join(timeout=0.2)
+    assert waiting.is_alive(), "its times go on alone"
+    second.leave()
+    waiting.join(timeout=10)
+    first.leave()
+
+
+def test_parts_meet_however_the_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "smi", lambda fields: {"uuid": "GPU-1"})
+    assert machine.gpu_uuid() == "GPU-1"
+    monkeypatch.setattr(machine, "smi", lambda fields: {})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert machine.gpu_uuid() == "3"
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(
+        ArgumentError, match=r"--take-turns: .*file/turns cannot be written .*; allowed: one user's parts"
+    ):
+        Turns(file / "turns")
 
 
 def test_parts_that_share_the_gpu_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
