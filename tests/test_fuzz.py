@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import backends
+from backends import mosaic_config, mosaic_rows
 from bench.fuzz import campaign, execute, judge, programs, values
 from bench.fuzz.example import Draw, Example, Program, load
 from bench.fuzz.shrink import shrink
@@ -167,6 +168,24 @@ def test_values_are_what_they_are_called() -> None:
     subnormal = np.abs(data(half, x="subnormal").x.astype(np.float64))
     assert subnormal.max() == 3 * 2.0**-24
     assert data(x_spread=40).w_scale is not None
+
+
+# Gathering
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("gathers", [False, True])
+def test_what_a_program_says_of_gathering_reaches_the_kernel(gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only it: what L2 keeps is as before when a call is done."""
+    problem = dataclasses.replace(PROBLEM, tokens=12, n=64, k=64, dtype="fp16", activation="float16", scale_layout=None)
+    config = Config(block_n=64, block_k=32, num_stages=3)
+    program = Program(backend="pallas-mosaic", problem=problem, order="row", config=config, gathers=gathers)
+    assert str(program).endswith(" gathers") == gathers
+    seen, kept, original = [], mosaic_config.KEPT_IN_L2, mosaic_rows.gathers
+    monkeypatch.setattr(mosaic_rows, "gathers", lambda *given: seen.append(original(*given)) or seen[-1])
+    execute.Runner(program, interpret=True).check(Draw())
+    assert set(seen) == {gathers}
+    assert kept == mosaic_config.KEPT_IN_L2
 
 
 # The judge

@@ -11,6 +11,7 @@ import pytest
 
 import backends
 from backends import mosaic_config, mosaic_rows, pallas_mosaic
+from bench import gathering
 from shared import fp8, models
 from shared.config import Config
 from shared.problem import Problem
@@ -24,12 +25,10 @@ TURNS = {"block_n": 128, "num_warps": 8, "ping_pong": True}
 
 
 @pytest.fixture
-def gathering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gathers() -> Iterator[None]:
     """Small problems, too, have more rows of x than L2 keeps."""
-    monkeypatch.setattr(mosaic_config, "KEPT_IN_L2", -1)
-    pallas_mosaic._moe_gemm.clear_cache()
-    yield
-    pallas_mosaic._moe_gemm.clear_cache()
+    with gathering.forced():
+        yield
 
 
 @NUMERICS
@@ -51,7 +50,7 @@ def gathering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("some-minus-one", "fp8-w8a16-channel", "column", {"num_stages": 3, "split_k": 2}),
     ],
 )
-@pytest.mark.usefixtures("gathering")
+@pytest.mark.usefixtures("gathers")
 def test_gathered_rows(name: str, variant: str, order: str, changes: dict[str, object]) -> None:
     case = cases.TALL if name == cases.TALL.name else CASES[name]
     config = case.config.replace(**changes)
@@ -201,7 +200,7 @@ def test_weights_are_read_one_by_one_where_x_keeps_its_order(name: str, variant:
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("gathering")
+@pytest.mark.usefixtures("gathers")
 def test_rings_of_every_depth_come_round_on_a_gpu(dtype: str, config: Config, n: int) -> None:
     """Many steps and tiles a block, experts of 0 to 60 slots: a barrier told of too late would stop the kernel."""
     counts = (0, 1, 7, 8, 9, 16, 17, 31, 33, 48, 60, 3)

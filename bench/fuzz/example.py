@@ -19,6 +19,7 @@ class Program:
 
     x_gap, w_gap: elements between the rows of x and of w beyond K, all NaN (torch backends alone have strides)
     popular:      popularity of the experts is given (order "popular" alone); else it is this routing's slot counts
+    gathers:      pallas-mosaic gathers rows of x where its tiles allow it, as if L2 kept no sorted copy of them
     door:         called through `backends.moe_gemm` with NumPy arrays, else through the backend's own moe_gemm with an
                   output buffer that holds NaN beforehand
     """
@@ -30,6 +31,7 @@ class Program:
     x_gap: int = 0
     w_gap: int = 0
     popular: bool = False
+    gathers: bool = False
     door: bool = False
 
     def __str__(self) -> str:
@@ -37,10 +39,11 @@ class Program:
         kind = p.dtype + (f"/{p.scale_layout}/{p.activation}" if p.is_fp8 else "")
         weighted = " weighted" if p.routing_weight else ""
         order = f"{self.order} given" if self.popular else self.order
+        how = "".join(f" {name}" for name in ("gathers", "door") if getattr(self, name))
         gaps = f" gaps {self.x_gap},{self.w_gap}" if self.x_gap or self.w_gap else ""
         return (
             f"{self.backend} {kind} T={p.tokens} E={p.experts} N={p.n} K={p.k} top_k={p.top_k}"
-            f"{weighted} {order} [{self.config}]{gaps}{' door' if self.door else ''}"
+            f"{weighted} {order} [{self.config}]{gaps}{how}"
         )
 
 

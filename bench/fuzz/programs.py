@@ -127,6 +127,7 @@ def programs(draw: st.DrawFn, backend: str, limits: Limits) -> Program:
     return Program(
         backend=backend, problem=problem, order=order, config=config, x_gap=draw(gaps), w_gap=draw(gaps),
         popular=order == "popular" and draw(st.booleans()), door=door,
+        gathers=backend == "pallas-mosaic" and draw(st.booleans()),
     )  # fmt: skip
 
 

@@ -52,6 +52,7 @@ def simpler(example: Example) -> Iterator[Example]:
         yield _with(example, door=False)
     yield _with(example, popular=False)
     yield _with(example, popular=False, order=ORDERS[0])
+    yield _with(example, gathers=False)
     yield _with(example, x_gap=0, w_gap=0)
     yield _with(example, x_gap=0)
     yield _with(example, w_gap=0)

@@ -57,6 +57,7 @@ def _plant(name: str) -> dict[str, Any]:
 def run(variant: dict[str, Any], *, interpret: bool = False) -> dict[str, Any]:
     """{"status": "right", "error"}; "wrong" or "refused" with a "reason". variant: as `matrix.Variant.to_json`."""
     from backends import arrays, registry
+    from bench import gathering
     from bench.sanitize.matrix import data_of
     from shared.config import Config
     from shared.problem import Problem
@@ -73,11 +74,9 @@ def run(variant: dict[str, Any], *, interpret: bool = False) -> dict[str, Any]:
     native = [
         None if array is None else arrays.to_framework(array, module.FRAMEWORK, on_gpu=not interpret) for array in host
     ]
-    y = arrays.to_host(
-        module.moe_gemm(
-            *native, problem=problem, order=variant["order"], config=config, interpret=interpret, fill=variant["fill"]
-        )
-    )  # fmt: skip
+    options = {"order": variant["order"], "config": config, "interpret": interpret, "fill": variant["fill"]}
+    with gathering.forced(variant["gathers"]):
+        y = arrays.to_host(module.moe_gemm(*native, problem=problem, **options))
     error, bound = relative_error(y, reference), error_bound(problem, config.rounded_parts(problem.k))
     if not error <= bound:  # NaN, an element left unwritten, is not
         return {"status": "wrong", "reason": f"error {error:.1e} > {bound:.1e}"}

@@ -56,6 +56,7 @@ SHAPES = {
     "empty": Shape("an expert without tokens, -1 slots, one expert with three tile rows", _MANY, 4, 128, 128),
     "tall": Shape("34 slots of one expert in a tile of 48 rows", _MANY, 4, 200, 288),
     "turns": Shape("the same, more tiles than an H200 has SMs: thread blocks take several", _MANY, 4, 6400, 288),
+    "gathers": Shape("the same, rows of x gathered as if L2 kept no sorted copy of them", _MANY, 4, 6400, 288),
 }
 
 
@@ -114,6 +115,7 @@ class Variant:
             "config": dataclasses.asdict(self.config),
             "ids": SHAPES[self.shape].ids,
             "fill": fill,
+            "gathers": self.shape == "gathers",
         }
 
 
@@ -142,8 +144,8 @@ def variants(backend: str) -> list[Variant]:
 
 
 def _concerns(backend: str, shape: str, order: str) -> bool:
-    """Tall tiles are another kernel in each backend, whatever the order: two orders of them, and of turns."""
-    if shape not in ("tall", "turns"):
+    """Tall tiles are another kernel in each backend, whatever the order: two orders of them, of turns, of gathering."""
+    if shape not in ("tall", "turns", "gathers"):
         return True
     return order in ("row", "popular") and (shape == "tall" or backend == "pallas-mosaic")
 

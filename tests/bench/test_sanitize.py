@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backends import mosaic_config
 from backends.registry import BACKENDS
+from bench import gathering
 from bench.sanitize import child, matrix, output, report, run, sanitizer
 from shared.checks import ArgumentError
 from shared.orders import ORDERS
@@ -109,7 +111,8 @@ def test_memcheck_runs_everything_and_the_others_a_covering_subset() -> None:
     for backend in BACKENDS:
         everything = matrix.selected(["memcheck"], [backend], "")["memcheck"]
         assert len({v.id for v in everything}) == len(everything)
-        tall = 2 * (1 + (backend == "pallas-mosaic"))  # which alone has warp-groups that take turns
+        # pallas-mosaic alone has warp-groups that take turns, and a copy of x that it does without
+        tall = 2 * (3 if backend == "pallas-mosaic" else 1)
         assert len(everything) == (3 * len(ORDERS) + tall + len(matrix.reductions())) * 6
         some = matrix.selected(["racecheck"], [backend], "")["racecheck"]
         assert set(some) < set(everything)
@@ -117,6 +120,9 @@ def test_memcheck_runs_everything_and_the_others_a_covering_subset() -> None:
         for name in ("shape", "order", "dtype", "scale_layout", "reduction"):
             assert {getattr(v, name) for v in some} == {getattr(v, name) for v in everything}, name
         assert matrix.selected(["racecheck"], [backend], "", full=True)["racecheck"] == everything
+    with gathering.forced():
+        gathers = [v for v in matrix.variants("pallas-mosaic") if v.shape == "gathers"]
+        assert all(mosaic_config.gathers(v.problem, v.config) for v in gathers)
     split = next(v for v in matrix.variants(BACKENDS[0]) if v.reduction is not None)
     assert 1 < split.config.parts(split.problem.k) < 5, "K is split, and unevenly: five steps over three parts"
     ids = np.array(matrix.SHAPES["empty"].ids)
