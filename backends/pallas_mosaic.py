@@ -57,7 +57,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from backends import mosaic_config, mosaic_policy, mosaic_rows, mosaic_threads
+from backends import mosaic_config, mosaic_interpreter, mosaic_policy, mosaic_rows, mosaic_threads
 from backends.compiled import Compiled
 from backends.mosaic_config import (
     COMPUTE_REGISTERS,
@@ -118,7 +118,7 @@ class Tile(NamedTuple):
 def unavailable(*, interpret: bool) -> str | None:
     """None where the backend can run; else why not, and what to do about it."""
     if interpret:
-        return None
+        return mosaic_interpreter.too_few()
     if _NO_POLICY:
         return _NO_POLICY
     try:
@@ -162,8 +162,9 @@ def moe_gemm(
     popularity: (E,) int32, read by order "popular" alone; None: the slot counts of this call.
     Traceable by `jax.jit`; plans, gathers and, for fp8-w8a8, quantises x on the device.
     """
-    if not interpret and _NO_POLICY:
-        raise BackendUnavailable(f"backend {NAME} cannot run: {_NO_POLICY}")
+    refusal = mosaic_interpreter.too_few() if interpret else _NO_POLICY
+    if refusal:
+        raise BackendUnavailable(f"backend {NAME} cannot run: {refusal}")
     if not interpret and not isinstance(x, jax.core.Tracer) and (refusal := _not_hopper(next(iter(x.devices())))):
         raise BackendUnavailable(f"backend {NAME} cannot run on {next(iter(x.devices()))}: {refusal}")
     blocks = INTERPRETER_BLOCKS if interpret else _sms(x) * blocks_per_sm(problem, config)

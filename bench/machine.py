@@ -270,12 +270,14 @@ def _number(text: str) -> float | None:
 
 
 def without_gpu_jax_stays_on_the_cpu() -> None:
-    """Where there is no NVIDIA driver, keep JAX from trying its CUDA plugin, which prints a traceback.
+    """Where there is no NVIDIA driver, keep JAX from trying its CUDA plugin, which prints a traceback, and have it take
+    threads enough for the interpreters (`backends.mosaic_interpreter`).
 
     To be called before jax is imported; it looks at files alone, as asking a framework takes seconds.
     """
     if not any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ.setdefault("NPROC", "16")
 
 
 class RehearsalClock:

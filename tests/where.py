@@ -16,5 +16,6 @@ NEEDS_GPU = "needs an NVIDIA GPU; PyTorch sees none here"
 # Read when JAX first looks for devices. It would take three quarters of the GPU's memory, which torch shares; and where
 # there is no GPU, its CUDA plugin prints a traceback.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("NPROC", "16")  # for Mosaic's interpreter: backends/mosaic_interpreter.py
 if not HAS_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
