@@ -8,8 +8,7 @@ the environment how many to have, NPROC, when JAX is first used in a process.
 from __future__ import annotations
 
 import os
-
-from jax._src import xla_bridge  # which alone tells whether the client is there
+import sys
 
 FEWEST = 4
 """Threads with which no call was seen to hang, as half of some calls did with two."""
@@ -18,8 +17,10 @@ ENOUGH = 16
 
 
 def prepare() -> None:
-    """Have the client that is to come get threads enough, where the environment does not say how many."""
-    if _cores() < ENOUGH and not xla_bridge.backends_are_initialized():
+    """Have the client that is to come get threads enough, if the environment does not say how many. Imports no JAX."""
+    bridge = sys.modules.get("jax._src.xla_bridge")  # which alone tells; not there before jax is imported
+    used = bridge is not None and bridge.backends_are_initialized()
+    if _cores() < ENOUGH and not used:
         os.environ.setdefault("NPROC", str(ENOUGH))
 
 

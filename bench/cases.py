@@ -18,7 +18,7 @@ from shared.problem import DTYPES, Problem, ScaleLayout
 TOKENS_FULL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 DEFAULT_DTYPES = ("fp16", "fp8-w8a16", "fp8-w8a8")
 DEFAULT_ORDERS = (("row", "pallas-mosaic"),)
-"""Orders beside column in the default set: pallas-mosaic reads gathered rows of x again for each tile column, which
+"""Orders beside column in the default set: pallas-mosaic reads sorted rows of x again for each tile column, which
 column order spreads over the whole kernel and row order does not."""
 PAIRED = ("torch-triton", "pallas-mosaic")
 """Backends whose orders the default set compares by pairs: one gathers rows of x in the kernel, the other mostly sorts

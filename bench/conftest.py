@@ -23,7 +23,7 @@ from bench.clock import CLOCKS, ClockError
 from bench.data import BatchCache, Data, DataCache, build, build_batches
 from bench.machine import Device, Machine, Rehearsal, gpu_uuid, versions, without_gpu_jax_stays_on_the_cpu
 from bench.suite import LOST, PLAIN_READS, Suite
-from bench.turns import Turns, folder_of
+from bench.turns import Turns, place
 from shared.checks import ArgumentError
 from shared.problem import ScaleLayout
 
@@ -246,16 +246,11 @@ def _teller(request: pytest.FixtureRequest) -> Callable[[str], None]:
 @pytest.fixture(scope="session")
 def turns(request: pytest.FixtureRequest) -> Iterator[Turns | None]:
     """With --take-turns this process's place among those that share the GPU, which is its alone at first."""
-    if not request.config.getoption("--take-turns"):
-        yield None
-        return
     try:
-        turns = Turns(folder_of(gpu_uuid()), say=_teller(request))
+        with place(request.config.getoption("--take-turns"), gpu_uuid, _teller(request)) as turns:
+            yield turns
     except ArgumentError as error:
         pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
-    turns.alone()
-    yield turns
-    turns.leave()
 
 
 @pytest.fixture(scope="session")

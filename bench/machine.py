@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from backends import mosaic_interpreter
 from bench.clock import Clock, KernelRecord, open_clock
 from bench.turns import Turns
 from bench.watch import Others, parse_processes
@@ -277,7 +278,7 @@ def without_gpu_jax_stays_on_the_cpu() -> None:
     """
     if not any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        os.environ.setdefault("NPROC", "16")
+        mosaic_interpreter.prepare()
 
 
 class RehearsalClock:

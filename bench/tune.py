@@ -32,7 +32,7 @@ from bench.clock import CLOCKS, ClockError
 from bench.machine import has_gpu
 from bench.prune import Spills
 from bench.results import UnusableFile, alone, append, differences, end_at_a_line, json_lines
-from bench.turns import Turns, beside_others, folder_of
+from bench.turns import Turns, beside_others, place
 from shared.checks import ArgumentError, check_name
 from shared.config import Config
 from shared.models import model
@@ -235,15 +235,8 @@ def run(arguments: argparse.Namespace) -> None:
     # JAX would otherwise take three quarters of the GPU's memory at its first use, and others share the GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     rows = jobs(arguments.backend, arguments.dtype, arguments.only, arguments.order, arguments.model, arguments.shard)
-    with alone(Path(arguments.out)):
-        turns = Turns(folder_of(gpu_uuid())) if arguments.take_turns else None
-        if turns is not None:
-            turns.alone()
-        try:
-            _run(rows, arguments, Machine(arguments.clock, turns), turns)
-        finally:
-            if turns is not None:
-                turns.leave()
+    with alone(Path(arguments.out)), place(arguments.take_turns, gpu_uuid) as turns:
+        _run(rows, arguments, Machine(arguments.clock, turns), turns)
 
 
 def _run(rows: list[Row], arguments: argparse.Namespace, device: Any, turns: Turns | None) -> None:

@@ -118,6 +118,20 @@ class Turns:
         return set(self._seen)
 
 
+@contextlib.contextmanager
+def place(wanted: bool, gpu: Callable[[], str], say: Callable[[str], None] = print) -> Iterator[Turns | None]:
+    """This process's place among those that share a GPU, its alone at first, or None. gpu: tells its UUID."""
+    if not wanted:
+        yield None
+        return
+    turns = Turns(folder_of(gpu()), say)
+    turns.alone()
+    try:
+        yield turns
+    finally:
+        turns.leave()
+
+
 def beside_others(turns: Turns | None) -> contextlib.AbstractContextManager[None]:
     """Turns.shared; nothing where no other process shares the GPU."""
     return contextlib.nullcontext() if turns is None else turns.shared()

@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+from backends import mosaic_interpreter
+
 HAS_GPU = torch.cuda.is_available()
 INTERPRET = not HAS_GPU
 NUMERICS = pytest.mark.gpu if HAS_GPU else pytest.mark.interpret
@@ -16,6 +18,6 @@ NEEDS_GPU = "needs an NVIDIA GPU; PyTorch sees none here"
 # Read when JAX first looks for devices. It would take three quarters of the GPU's memory, which torch shares; and where
 # there is no GPU, its CUDA plugin prints a traceback.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-os.environ.setdefault("NPROC", "16")  # for Mosaic's interpreter: backends/mosaic_interpreter.py
+mosaic_interpreter.prepare()
 if not HAS_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")

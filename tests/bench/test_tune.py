@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import itertools
 import json
 import time
@@ -20,6 +19,7 @@ pytest.importorskip("typer")
 
 from backends import mosaic_config, registry, tuning
 from bench import candidates, contenders, data, export_vllm, machine, measure, prune, results, tune
+from bench import turns as turns_module
 from bench.cases import TOKENS_FULL, Row
 from bench.turns import Turns
 from shared.checks import ArgumentError
@@ -326,14 +326,7 @@ def test_cases_with_an_entry_of_their_own_are_told_apart(monkeypatch: pytest.Mon
 
 def is_taken(lock: Path) -> bool:
     """Whether someone has the GPU for itself."""
-    if not lock.exists():
-        return False
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    return lock.exists() and turns_module._is_held(lock)
 
 
 @pytest.mark.parametrize("take_turns", [False, True])
@@ -341,7 +334,7 @@ def test_a_run_takes_missing_cases_near_known_ones_and_goes_on(
     take_turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mixtral's gate-up has an entry at 8 tokens, nothing else has one: the run is stopped, repeated, and complete."""
-    monkeypatch.setattr(tune, "folder_of", lambda gpu: tmp_path / "turns")
+    monkeypatch.setattr(turns_module, "folder_of", lambda gpu: tmp_path / "turns")
     device = types.SimpleNamespace(gpu="Some GPU", torch_device="cpu", synchronize=lambda: None)
     monkeypatch.setattr(tuning, "_entries", lambda slug: [entry(8)])
     monkeypatch.setattr(machine, "Machine", lambda *_: device)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,15 @@ def test_who_is_alone_is_alone_and_who_compiles_does_so_beside_others(tmp_path: 
     )
 
 
+def begins_to_wait(call: Callable[[], None]) -> threading.Thread:
+    """A thread with a call that does not come back yet."""
+    waiting = threading.Thread(target=call, daemon=True)
+    waiting.start()
+    waiting.join(timeout=0.3)
+    assert waiting.is_alive()
+    return waiting
+
+
 def test_a_part_that_ends_leaves_its_turn_and_its_place(tmp_path: Path) -> None:
     """However it ends: a lock is its process's."""
     code = f"import bench.turns, pathlib; turns = bench.turns.Turns(pathlib.Path({str(tmp_path)!r})); "
@@ -61,10 +71,7 @@ def test_a_part_that_ends_leaves_its_turn_and_its_place(tmp_path: Path) -> None:
     assert child.stdout.readline() == b"ready\n"
     turns = Turns(tmp_path)
     assert turns.pids() == {7}
-    waiting = threading.Thread(target=turns.together, daemon=True)
-    waiting.start()
-    waiting.join(timeout=0.2)
-    assert waiting.is_alive(), "it is the child's turn"
+    waiting = begins_to_wait(turns.together)
     child.kill()
     waiting.join(timeout=10)
     assert not waiting.is_alive()
@@ -85,10 +92,7 @@ def test_a_long_wait_is_told_and_an_interrupt_ends_it(tmp_path: Path, monkeypatc
     monkeypatch.setattr(turns_module, "TELL_EVERY", 0.05)
     first, second = Turns(tmp_path), Turns(tmp_path, say=told.append)
     first.alone()
-    waiting = threading.Thread(target=second.alone, daemon=True)
-    waiting.start()
-    waiting.join(timeout=0.3)
-    assert waiting.is_alive()
+    waiting = begins_to_wait(second.alone)
     assert told
     assert f"process {os.getpid()} took times last; their locks are in {tmp_path}" in told[0]
     first.leave()
@@ -101,10 +105,7 @@ def test_a_long_wait_is_told_and_an_interrupt_ends_it(tmp_path: Path, monkeypatc
     first.leave()
     with pytest.raises(ValueError, match="wrong"):
         compile_beside(second, None, ValueError("wrong"))
-    waiting = threading.Thread(target=first.together, daemon=True)
-    waiting.start()
-    waiting.join(timeout=0.2)
-    assert waiting.is_alive(), "its times go on alone"
+    waiting = begins_to_wait(first.together)  # its times go on alone
     second.leave()
     waiting.join(timeout=10)
     first.leave()
