@@ -18,6 +18,8 @@ TOKENS = 8
 """Tokens that every tile reads together, where they are no more: wgmma's least number of columns."""
 SLOTS = 256
 """Up to so many slots `mosaic_rows.all_tokens` compares them pairwise, which grows with their square."""
+TOKEN_SLOTS = 31
+"""Slots of a token that a mask of 32 bits has a bit for, the sign aside."""
 GATHERED_ROWS = 48
 """Rows of the tallest tile whose rows of x the kernel gathers. With 160, one warp-group's copies took longer than the
 matrix instructions; between these nothing was measured."""
@@ -26,6 +28,8 @@ WORD, WORDS_OF = 4, 16
 2-byte values."""
 OUTPUT_ROWS = 32
 """Rows of an output tile that are stored at once."""
+CLUSTERS = (2, 4, 8)
+"""Thread blocks of a cluster that adds up the parts of a split K, one a part. Every GPU with clusters allows 8."""
 REGISTERS_OF_THREE = 160
 FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
 """Registers of a thread. Three warp-groups that share an SM's have REGISTERS_OF_THREE each, or a few more; where those
@@ -34,6 +38,8 @@ KEPT_IN_L2 = 13 << 20
 """Bytes, about a quarter of an H200's L2. Up to so many of x and y, weights are evicted first: with more, most kernels
 got slower by it; why was not found out (*What each step predicted* in notes/performance.md). Of more sorted rows of x
 than that no copy is made (`gathers`). Between 11.5 and 14.7 million nothing was measured."""
+SWIZZLES = (128, 64, 32)
+"""Bytes: widths of the column in which wgmma's operands lie in shared memory, 8 rows high, the widest the best."""
 SHARED_ALIGNMENT = 1024
 """Bytes: each shared-memory array starts at a multiple of this (the period of the 128-byte swizzle)."""
 
@@ -79,12 +85,15 @@ def unsupported(problem: Problem, config: Config) -> str | None:
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory of a thread block: the stages of x and w, the output tile, barriers of each stage."""
     height = tile_height(problem, config)
-    arrays = (
+    arrays = [
         config.num_stages * height * config.block_k * problem.x_itemsize,
         config.num_stages * config.block_n * config.block_k * problem.w_itemsize,
         math.prod(output_shape(problem, config)) * sum_dtype(problem, config).itemsize,
-    )
+    ]
     barriers = 8 * config.num_stages * (1 + warp_groups(config) // sharing_groups(config))
+    if adds_in_cluster(problem, config):
+        arrays.append(8 * warp_groups(config))  # barriers that are told of parts
+        barriers += 8 * warp_groups(config)
     return sum(round_up(size, SHARED_ALIGNMENT) for size in arrays) + round_up(barriers, 128)
 
 
@@ -94,7 +103,8 @@ def reads_all_tokens(problem: Problem) -> bool:
     A token in two columns of one tile, with two routing weights, cannot be: so not where top_k weights meet a token.
     """
     one_weight = not problem.routing_weight or problem.top_k == 1
-    return problem.tokens <= TOKENS and problem.slots <= SLOTS and one_weight
+    few = problem.tokens <= TOKENS and problem.slots <= SLOTS and problem.top_k <= TOKEN_SLOTS
+    return few and one_weight
 
 
 def tile_height(problem: Problem, config: Config) -> int:
@@ -113,9 +123,17 @@ def gathers(problem: Problem, config: Config) -> bool:
     return not reads_all_tokens(problem) and low and sorted_bytes > KEPT_IN_L2
 
 
-def scatters(problem: Problem, config: Config) -> bool:
+def adds_in_cluster(problem: Problem, config: Config) -> bool:
+    """Whether a cluster of thread blocks, one a part of K, adds the parts up in its shared memory: of tiles that are
+    stored at once, each row to its slot. Not in Pallas's interpreter, where threads store nothing of their own."""
+    divides = config.parts(problem.k) in CLUSTERS and config.reduction == "two-pass"
+    return divides and config.block_m <= OUTPUT_ROWS and problem.n % 8 == 0
+
+
+def scatters(problem: Problem, config: Config, *, interpret: bool = False) -> bool:
     """Whether the kernel stores each row of y to its slot. By 16 bytes at a time, so not rows of other lengths."""
-    return config.parts(problem.k) == 1 and problem.n % 8 == 0
+    whole = config.parts(problem.k) == 1 or (adds_in_cluster(problem, config) and not interpret)
+    return whole and problem.n % 8 == 0
 
 
 def reads_words(problem: Problem, config: Config) -> bool:
@@ -123,6 +141,18 @@ def reads_words(problem: Problem, config: Config) -> bool:
     that this gives a matrix instruction at no cost. Words take registers of their own until they are widened."""
     room = registers_of_thread(problem, config) < COMPUTE_REGISTERS
     return problem.dtype == "fp8-w8a16" and problem.scales_x and problem.k % WORDS_OF == 0 and room
+
+
+def column_width(block_k: int, itemsize: int) -> int:
+    """Bytes: the widest column that a K step of such values is made of."""
+    return next(width for width in SWIZZLES if block_k * itemsize % width == 0)
+
+
+def weight_pieces(problem: Problem, config: Config) -> int:
+    """Pieces in which the weights of a K step are fetched and multiplied: one, or where their rows are no whole number
+    of columns (`mosaic_copies`), a piece a column."""
+    width = column_width(config.block_k, problem.w_itemsize)
+    return 1 if problem.k * problem.w_itemsize % width == 0 else config.block_k * problem.w_itemsize // width
 
 
 def evicts_weights_first(problem: Problem, config: Config) -> bool:
@@ -158,6 +188,8 @@ def blocks_per_sm(problem: Problem, config: Config) -> int:
         return 1
     # The rows' scales stand beside the sums at a tile's end, when no widened weights do any more.
     registers += max(0, tile_height(problem, config) // 4 - _widened_registers(problem, config))
+    if adds_in_cluster(problem, config):
+        registers += 8 * config.parts(problem.k)  # what a thread adds up at once
     by_registers = 65536 // ((32 * config.num_warps + 128) * round_up(min(255, registers), 8))
     return max(1, min(4, by_memory, by_registers))
 
@@ -180,7 +212,7 @@ def _accumulator_registers(config: Config) -> int:
 
 
 def sum_dtype(problem: Problem, config: Config) -> jnp.dtype:
-    """dtype of an output tile as the kernel stores it: float32 for parts of K that are rounded after they are added."""
+    """dtype of an output tile in shared memory: float32 for parts of K, which are rounded after they are added."""
     rounds = config.parts(problem.k) == 1 or config.reduction == "atomic"
     return jnp.dtype(problem.activation if rounds else "float32")
 

@@ -23,25 +23,32 @@ TMA reads and writes boxes of equally strided rows, and the slots of a tile lie 
 below the other beforehand (`mosaic_rows`), or the fetching warp-group's threads gather them where that copy would be
 large (`mosaic_threads`): the barrier is told of a step's rows some steps after they were asked for. The multiplying
 warp-groups' threads store rows of y to their slots; those of -1 slots, which no tile has, the fetching one clears.
-Where K is split, or N no multiple of 8, tiles are stored whole instead, and each slot's row is taken out of them
-afterwards: by XLA, or the kernel that adds up parts of K.
+Where N is no multiple of 8, and where parts of K are added in memory, tiles are stored whole instead, and each slot's
+row is taken out of them afterwards: by XLA, or the kernel that adds up parts of K.
 
-TMA fills what lies past K with zeros and drops what lies past N. It needs K to be a multiple of 32 bytes (better 128),
-N of 8, and neither smaller than the block; where they are not so, the weights are copied into a padded array on each
-call, which is slow and there for correctness alone.
+TMA fills what lies past K with zeros and drops what lies past N. It needs K to be a multiple of 16 bytes, N of 8, and
+neither smaller than the block; where they are not so, the weights are copied into a padded array on each call, which is
+slow and there for correctness alone. Where K is no multiple of 128 bytes, as gpt-oss's 2880 in FP8, a step's weights
+come in several copies, a column of 128 bytes each (`mosaic_copies`), and x, which is copied anyway, is widened.
 
-A split K makes each tile several items of the queue: all first parts, then all second parts, and so on. So the tiles
-in flight together are those that the order puts together, and the last parts, which may have fewer steps, even out the
-queue's end. Float32 parts are stored apart and added by a kernel of their own (`pallas_triton_rows`, "two-pass"), or
-TMA adds them to what memory holds.
+K split in 2, 4 or 8 parts ("two-pass", tiles of few rows) is divided among the thread blocks of a cluster, which take
+the same tiles, each its own part of K. At a tile's end each block adds up a share of the channels: it gets all blocks'
+float32 sums of these in its shared memory (st.async, `mosaic_threads`), adds them in the order of the parts and stores
+them to their slots. No sum goes through memory, and none waits for a second kernel. Before a block sends those of the
+next tile, every block of the cluster has read what it got of this one.
 
-L2 is told to evict weights first where x and y take little of it (`mosaic_policy`): at decode each is read once.
+Any other split K makes each tile several items of the queue: all first parts, then all second parts, and so on. So the
+tiles in flight together are those that the order puts together, and the last parts, which may have fewer steps, even
+out the queue's end. Float32 parts are stored apart and added by a kernel of their own (`pallas_triton_rows`,
+"two-pass"), or TMA adds them to what memory holds.
+
+L2 is told to evict weights first where x and y take little of it (`mosaic_copies`): at decode each is read once.
 
 fp8-w8a16 widens its weights in registers, from where wgmma can read its left operand: they cost no second trip through
 shared memory. Each thread reads four at a time, side by side along K, where a matrix instruction wants two: x comes in
 the order that makes up for it. Block scales multiply the sum of each step in float32, outside the matrix instruction.
 
-Sources: the CUDA PTX manual (wgmma, cp.async.bulk.tensor), JAX's Pallas documentation for Mosaic GPU.
+Sources: the CUDA PTX manual (wgmma, cp.async.bulk.tensor, st.async), JAX's Pallas documentation for Mosaic GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +64,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from backends import mosaic_config, mosaic_interpreter, mosaic_policy, mosaic_rows, mosaic_threads
+from backends import mosaic_config, mosaic_copies, mosaic_interpreter, mosaic_rows, mosaic_threads
 from backends.compiled import Compiled
 from backends.mosaic_config import (
     COMPUTE_REGISTERS,
@@ -65,7 +72,9 @@ from backends.mosaic_config import (
     REGISTERS_OF_THREE,
     WORD,
     WORDS_OF,
+    adds_in_cluster,
     blocks_per_sm,
+    column_width,
     evicts_weights_first,
     gathers,
     heights_up_to,
@@ -79,6 +88,7 @@ from backends.mosaic_config import (
     sharing_groups,
     sum_dtype,
     tile_height,
+    weight_pieces,
 )
 from backends.mosaic_rows import GROUP, pad_to
 from backends.pallas_prepare import lowering_through_triton, signature_of
@@ -93,12 +103,12 @@ KERNEL_NAME = "moe_gemm_mosaic"
 
 INTERPRETER_BLOCKS = 3
 """Thread blocks in the interpreter: enough that tiles are shared out unevenly, few enough to be quick."""
-SWIZZLES = (128, 64, 32)
-"""Bytes: widths of the column in which wgmma's operands lie in shared memory, 8 rows high, the widest the best. TMA
-copies whole columns, so a row of w and of x is a multiple of the width."""
+ROW_ALIGNMENT = 16
+"""Bytes: TMA's rows start at multiples of this."""
 EARLY_ROWS = 32
-"""Rows of a tile whose scales are read before its stream: each thread holds a quarter of them meanwhile."""
-_NO_POLICY = mosaic_policy.install()
+"""Rows of a tile whose scales and slots are read before its stream: each thread holds a quarter of the scales
+meanwhile, and a slot for every 16 bytes that it is to store."""
+_NO_POLICY = mosaic_copies.install()
 """Why weights cannot be evicted first here; None where they can."""
 _interpreting = threading.Lock()
 """Mosaic's interpreter keeps its memory in one place for the whole process: one call at a time."""
@@ -181,15 +191,19 @@ def moe_gemm(
 
 @functools.partial(jax.jit, static_argnames=("problem", "order", "config", "interpret", "blocks"))
 def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, popularity, fill, problem, order, config, interpret, blocks):
-    k = max(round_up(problem.k, SWIZZLES[-1] // problem.w_itemsize), config.block_k)
+    k = max(round_up(problem.k, ROW_ALIGNMENT // problem.w_itemsize), config.block_k)
     n = max(round_up(problem.n, 8), config.block_n)
-    x_columns = round_up(k, config.block_k) if interpret else k  # the interpreter's rows end with the last step
+    x_columns = k
+    if interpret:
+        x_columns = round_up(k, config.block_k)  # whose rows end with the last step
+    elif not gathers(problem, config):  # TMA's end with the last column
+        x_columns = round_up(k, column_width(config.block_k, problem.x_itemsize) // problem.x_itemsize)
     rows = mosaic_rows.prepare(x, topk_ids, topk_weight, popularity, x_columns, problem, order, config, interpret)
     w = pad_to(w, (problem.experts, n, k))
     if problem.scale_layout == "channel":
         w_scale = pad_to(w_scale, (problem.experts, problem.tile_cols(config.block_n) * config.block_n))
     gemm = _kernel(problem, order, config, blocks, interpret)
-    scattered = scatters(problem, config)
+    scattered = scatters(problem, config, interpret=interpret)
     y_rows = gemm(*rows[:-1], w, w_scale, topk_ids.reshape(-1) if scattered else None, fill=fill)
     if scattered:
         return y_rows[:, : problem.n].reshape(problem.tokens, problem.top_k, problem.n)
@@ -207,15 +221,18 @@ def _moe_gemm(x, w, topk_ids, w_scale, topk_weight, popularity, fill, problem, o
 
 
 def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret: bool) -> Callable:
-    """The GEMM by `blocks` thread blocks: (*`Rows` but its position, w, w_scale, ids) -> y_rows. R tile rows, S slots.
+    """The GEMM by `blocks` thread blocks, in whole clusters: (*`Rows` but its position, w, w_scale, ids) -> y_rows.
+    R tile rows, S slots.
 
-    w (E, N, K)   N a multiple of 8, K of 32 bytes, no less than block_n and block_k
+    w (E, N, K)   N a multiple of 8, K of 16 bytes, no less than block_n and block_k
     w_scale       float32 or None: (E, tile_cols * block_n) or (E, ceil(N/128), ceil(K/128))
     ids           (S,) int32, the slots' experts, where the kernel scatters; else None
     y_rows        (S, N), each slot's row, where the kernel scatters. Else (R * height, >=N), or, of parts of K that are
                   kept apart, (parts, R * height, >=N): there, what lies past N and rows of no slot are not to be read
     """
     block_n, block_k, stages = config.block_n, config.block_k, config.num_stages
+    pieces = weight_pieces(problem, config)
+    depth = block_k // pieces
     height = tile_height(problem, config)
     heights = [height] if reads_all_tokens(problem) else heights_up_to(height)
     output = groups, slots, output_rows, group_n = output_shape(problem, config)
@@ -224,36 +241,45 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     k_steps = ceil_div(problem.k, block_k)
     tile_cols = problem.tile_cols(block_n)
     parts, steps_per_part = config.parts(problem.k), config.k_steps_per_split(problem.k)
-    y_dtype = sum_dtype(problem, config)
+    gathered, scattered = gathers(problem, config), scatters(problem, config, interpret=interpret)
+    tile_dtype = sum_dtype(problem, config)
+    y_dtype = jnp.dtype(problem.activation) if scattered else tile_dtype
+    clustered = adds_in_cluster(problem, config) and not interpret
+    members = parts if clustered else 1
+    clusters = max(1, blocks // members)
+    stored_n = group_n // members  # of a warp-group's channels, those that it stores
     adds_up = parts > 1 and config.reduction != "two-pass"
     # Pallas's interpreter has no adding store. There, parts are kept apart in y_dtype and added afterwards.
-    apart = parts > 1 and (interpret or not adds_up)
+    apart = parts > 1 and not clustered and (interpret or not adds_up)
     store_op: Literal["add"] | None = "add" if adds_up else None
     block_scaled = problem.scale_layout == "block"
     widens = problem.dtype == "fp8-w8a16"
-    gathered, scattered = gathers(problem, config), scatters(problem, config)
     y_transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
     # A gathered step is told to be there once so many more are under way. The stage of the step that is fetched then is
     # free once the next one has been waited for (wgmma_wait(1)), so that one must have been told of.
     lag = 0 if interpret else min(stages // 2, stages - 2)
     trades_registers = registers_of_thread(problem, config) > REGISTERS_OF_THREE
 
-    def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled, freed, wide_smem=None):
+    def body(inputs, y_gmem, x_smem, w_smem, y_smem, filled, freed, *more):
         x_gmem, row_scale_gmem, tile_x_gmem, slot_gmem, expert_gmem, rows_gmem, span_gmem, *others = inputs
         w_gmem, w_scale_gmem, ids_gmem = others
-        x_transforms = _transforms(block_k, x_gmem)
+        parts_there, parts_read = more if clustered else (None, None)
+        wide_smem = more[0] if widens and interpret else None
+        x_transforms, w_transforms = _transforms(block_k, x_gmem), _transforms(depth, w_gmem)
         tile_rows = rows_gmem[rows_gmem.shape[0] - 1]
         tiles = tile_rows * tile_cols
-        block = lax.axis_index("block")
+        cluster = lax.axis_index("cluster")
+        member = lax.axis_index("part") if clustered else jnp.int32(0)
         group = lax.axis_index("group")
         turn = lax.rem(group, jnp.int32(turns))  # of the tiles that take turns, which is this warp-group's first
         channel = group * group_n if sharers > 1 else 0  # of a tile, the first of this warp-group's
-        my_tiles = lax.div(tiles * parts - block + (blocks - 1), jnp.int32(blocks))
+        items = tiles if clustered else tiles * parts
+        my_tiles = lax.div(items - cluster + (clusters - 1), jnp.int32(clusters))
 
         # Locate tile
         def locate(i: jax.Array) -> Tile:
-            pid, part = block + i * blocks, jnp.int32(0)
-            if parts > 1:
+            pid, part = cluster + i * clusters, member
+            if parts > 1 and not clustered:
                 part = lax.div(pid, tiles)
                 pid -= part * tiles
             row, col = _tile(order, pid, tile_rows, tile_cols, config.group_m, span_gmem)
@@ -269,7 +295,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
         # Nothing hides a kernel's first loads. In row order a tile's row does not depend on how many there are, so
         # both are asked for at once. The second condition holds for every tile; it needs the loads, so that the
         # compiler cannot move them behind the branch.
-        early = order == "row" and parts == 1
+        early = order == "row" and (parts == 1 or clustered)
         first = locate(turn) if early else None
         any_tiles = my_tiles > turn
         if first is not None:
@@ -325,7 +351,9 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 columns = pl.ds(tile.col * block_n, block_n)
                 plgpu.barrier_wait(freed.at[stage])
                 barrier = is_filled(i, stage)
-                plgpu.copy_gmem_to_smem(w_gmem.at[tile.expert, columns, k_slice], w_smem.at[stage], barrier)
+                for c in range(pieces):
+                    w_slice = w_gmem.at[tile.expert, columns, pl.ds(k_first + c * depth, depth)]
+                    plgpu.copy_gmem_to_smem(w_slice, w_smem.at[stage, c], barrier)
 
                 def copy_x(h: int) -> None:
                     source = x_gmem.at[pl.ds(x_row(tile), h), k_slice]
@@ -374,22 +402,23 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             if not reads_words(problem, config):
                 return weights[...].astype(jnp.float16)
             if not interpret:
-                return mosaic_threads.load_words(weights, _transforms(block_k, w_gmem))
+                return mosaic_threads.load_words(weights, w_transforms)
             halves = weights[...].astype(jnp.float16).reshape(group_n, -1, WORDS_OF // WORD, 2, WORD // 2)
-            return halves.transpose(0, 1, 3, 2, 4).reshape(group_n, block_k)
+            return halves.transpose(0, 1, 3, 2, 4).reshape(group_n, depth)
 
         def multiply(acc, stage, h):
             """acc (group_n, h) += this warp-group's rows of the weights times the tile's rows of x, one K step."""
             plgpu.barrier_wait(is_filled(turn, stage))
-            mine = pl.ds(channel, group_n)
-            weights = w_smem.at[stage, mine]
-            if widens:
-                weights = widened(weights)  # in registers, where wgmma can read its left operand
-                if wide_smem is not None:
-                    wide_smem[group] = weights
-                    plgpu.commit_smem()
-                    weights = wide_smem.at[group]
-            plgpu.wgmma(acc, weights, x_smem.at[stage, pl.ds(0, h)].transpose((1, 0)))
+            for c in range(pieces):
+                weights = w_smem.at[stage, c, pl.ds(channel, group_n)]
+                if widens:
+                    weights = widened(weights)  # in registers, where wgmma can read its left operand
+                    if wide_smem is not None:
+                        wide_smem[group] = weights
+                        plgpu.commit_smem()
+                        weights = wide_smem.at[group]
+                x_piece = x_smem.at[stage, pl.ds(0, h), pl.ds(c * depth, depth)]
+                plgpu.wgmma(acc, weights, x_piece.transpose((1, 0)))
 
         # Stream K
         def stream(acc, tile, stage, h):
@@ -400,7 +429,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                     plgpu.wgmma_wait(0)  # the registers with the weights are about to be overwritten
                     plgpu.barrier_arrive(freed.at[stage])
                 else:
-                    plgpu.wgmma_wait(1)  # the previous step's are done: its stage is free. There is none in the first.
+                    plgpu.wgmma_wait(pieces)  # the previous step's are done: its stage is free. The first has none.
 
                     @pl.when(s > 0)
                     def _():
@@ -433,15 +462,16 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
             zeros = plgpu.layout_cast(jnp.zeros((group_n, h), jnp.float32), plgpu.Layout.WGMMA)
             return lax.fori_loop(0, steps_of(tile), step, (zeros, stage))
 
-        def compute_tile(_, tile, stage):
-            stage = with_height(tile, lambda h: compute_rows(tile, stage, h))
+        def compute_tile(i, tile, stage):
+            stage = with_height(tile, lambda h: compute_rows(i, tile, stage, h))
             others = (turns - 1) * k_steps  # steps of the tiles until this warp-group's next one
             return lax.rem(stage + others, jnp.int32(stages)) if turns > 1 else stage
 
-        def compute_rows(tile, stage, h):
+        def compute_rows(i, tile, stage, h):
             columns = pl.ds(tile.col * block_n + channel, group_n)
 
-            # Load scales: after the stream, the tile's end would wait for memory. Those of many rows take registers.
+            # Load scales and slots: after the stream, the tile's end would wait for memory. Those of many rows take
+            # registers.
             def row_scales():
                 return _load_vector(row_scale_gmem.at[pl.ds(scale_row(tile), h)], plgpu.Layout.WGMMA.reduce(0))
 
@@ -450,6 +480,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 w_scale = _load_vector(w_scale_gmem.at[tile.expert, columns], plgpu.Layout.WGMMA.reduce(1))
             if row_scale_gmem is not None and h <= EARLY_ROWS:
                 row_scale = row_scales()
+            slots_found = find_slots(tile, 0, h) if scattered and h <= EARLY_ROWS else None
 
             if block_scaled:
                 total, stage = stream_block_scaled(tile, stage, h)
@@ -464,9 +495,12 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 total *= lax.broadcast_in_dim(row_scale, (group_n, h), (1,))
 
             # Store
-            if y_dtype == jnp.float32:  # two-byte values are transposed by the instruction that stores them
+            if tile_dtype == jnp.float32:  # two-byte values are transposed by the instruction that stores them
                 total = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
-            total = total.astype(y_dtype)
+            total = total.astype(tile_dtype)
+            if clustered:
+                add_parts(i, total, slots_found, columns.start + member * stored_n)
+                return stage
             for i, first in enumerate(range(0, h, output_rows)):
                 rows = min(output_rows, h - first)
                 # What was stored from this slot has left it: the chunk before the last, or all of the previous tile.
@@ -474,7 +508,8 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 y_chunk = y_smem.at[group, i % slots, pl.ds(0, rows)]
                 y_chunk.transpose((1, 0))[...] = total[:, first : first + rows]
                 if scattered:
-                    store_rows(tile, first, rows, columns.start, y_chunk, total[:, first : first + rows])
+                    found = find_slots(tile, first, rows) if slots_found is None else slots_found
+                    store_rows(tile, first, rows, found, columns.start, y_chunk, total[:, first : first + rows])
                     continue
                 plgpu.commit_smem()
                 window = pl.ds(tile.row * height + first, rows), columns
@@ -482,16 +517,38 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 plgpu.copy_smem_to_gmem(y_chunk, target, reduction_op=None if apart else store_op)
             return stage
 
+        # Add parts
+        def add_parts(i, total, found, first_column) -> None:
+            """This block's part of K of its i-th tile to the blocks of its cluster, and its share of all parts, added
+            up, to slots. The warp-groups of a block have channels and barriers of their own."""
+            there = parts_there.at[group]
+            plgpu.barrier_wait(parts_read.at[group])  # those of the tile before, by every block
+            mosaic_threads.send_parts(total, y_smem.at[group, 0], there, parts)
+            mosaic_threads.store_sums(
+                y_smem.at[group, 0], there, lax.rem(i, jnp.int32(2)), y_gmem, found, first_column, total.shape[1],
+                parts=parts, top_k=top_k,
+            )  # fmt: skip
+            plgpu.barrier_arrive(parts_read.at[group])
+
         # Scatter rows
-        def store_rows(tile, first: int, rows: int, first_column, y_chunk, values) -> None:
+        by_token = slot_gmem is None
+        top_k = problem.top_k if by_token else None
+
+        def find_slots(tile, first: int, rows: int) -> jax.Array | None:
+            """Where rows of the tile belong, from the first on."""
+            if interpret:
+                return None
+            numbers, place = (ids_gmem, jnp.int32(first)) if by_token else (slot_gmem, tile.row * height + first)
+            return mosaic_threads.find_slots(
+                numbers, place, rows, stored_n, slots=problem.slots, top_k=top_k, expert=tile.expert
+            )
+
+        def store_rows(tile, first: int, rows: int, found, first_column, y_chunk, values) -> None:
             """Rows of the tile, from the first on, to their slots."""
-            first_row, by_token = tile.row * height + first, slot_gmem is None
+            first_row = tile.row * height + first
             if not interpret:
-                top_k, numbers = (problem.top_k, ids_gmem) if by_token else (None, slot_gmem)
-                place = jnp.int32(first) if by_token else first_row
-                mosaic_threads.store_rows(
-                    y_chunk, y_gmem, numbers, place, first_column, rows, y_transforms, top_k=top_k, expert=tile.expert
-                )
+                place = jnp.int32(first)
+                mosaic_threads.store_rows(y_chunk, y_gmem, found, place, first_column, rows, y_transforms, top_k=top_k)
                 return
 
             def store_row(slot, own, r) -> None:
@@ -515,8 +572,9 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
 
         def zero_rows() -> None:
             """Of slots that have no expert."""
+            block = cluster * members + member
             if not interpret:
-                mosaic_threads.zero_rows(ids_gmem, y_gmem, block, blocks, problem.experts)
+                mosaic_threads.zero_rows(ids_gmem, y_gmem, block, clusters * members, problem.experts)
                 return
 
             def zero_row(i, _):
@@ -549,8 +607,14 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
                 for stage in range(stages):
                     plgpu.barrier_arrive(freed.at[stage])
 
+            if clustered:
+                mosaic_threads.start_barrier(parts_there.at[group])
+                plgpu.barrier_arrive(parts_read.at[group])  # of no tile; and others may send parts from here on
             for_each_tile(compute_tile, turns, lax.rem(turn * k_steps, jnp.int32(stages)))
-            plgpu.wait_smem_to_gmem(0)
+            if clustered:  # a block ends when the others have told its barrier all that they will
+                plgpu.barrier_wait(parts_read.at[group])
+            else:
+                plgpu.wait_smem_to_gmem(0)
 
     def call(*arrays, fill=None):
         x, tile_expert, w = arrays[0], arrays[4], arrays[7]
@@ -569,21 +633,26 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
 
         scratch = [
             _operand((stages, height, block_k), x),  # also of x_transforms
-            _operand((stages, block_n, block_k), w),
-            plgpu.SMEM(output, y_dtype, transforms=y_transforms if scattered else ()),
-            plgpu.Barrier(num_arrivals=2, num_barriers=turns * stages),
+            _operand((stages, pieces, block_n, depth), w),
+            plgpu.SMEM(output, tile_dtype, transforms=y_transforms if scattered and not clustered else ()),
+            plgpu.Barrier(num_arrivals=1 + pieces, num_barriers=turns * stages),
             plgpu.Barrier(num_arrivals=sharers, num_barriers=stages),
         ]
+        if clustered:
+            scratch.append(plgpu.SMEM((groups, 2), jnp.int32))
+            scratch.append(plgpu.ClusterBarrier(collective_axes=("part",), num_barriers=groups))
         if widens and interpret:  # the interpreter's wgmma reads shared memory only
-            scratch.append(plgpu.SMEM((groups, group_n, block_k), jnp.float16))
+            scratch.append(plgpu.SMEM((groups, group_n, depth), jnp.float16))
         evicts = evicts_weights_first(problem, config)
-        name = mosaic_policy.evict_first(KERNEL_NAME) if evicts else KERNEL_NAME
+        name = mosaic_copies.evict_first(KERNEL_NAME) if evicts else KERNEL_NAME
         kernel = plgpu.kernel(
             with_optional,
             out_type=y_type if before is None else (),
             scratch_types=scratch,
-            grid=(blocks,),
-            grid_names=("block",),
+            grid=(clusters,),
+            grid_names=("cluster",),
+            cluster=(members,) if clustered else (),
+            cluster_names=("part",) if clustered else (),
             num_threads=groups + 1,
             thread_name="group",
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
@@ -620,14 +689,15 @@ def _tile(
     return first_row + lax.rem(in_band, rows), lax.div(in_band, rows)
 
 
-def _operand(shape: tuple[int, int, int], source: jax.Array):
-    """Shared memory for stages of a matrix operand (stages, rows, block_k) that TMA fills from source (..., K)."""
+def _operand(shape: tuple[int, ...], source: jax.Array):
+    """Shared memory for stages of a matrix operand (stages, ..., rows, columns) that TMA fills from source (..., K)."""
     return plgpu.SMEM(shape, source.dtype, transforms=_transforms(shape[-1], source))
 
 
-def _transforms(block_k: int, source: Any):
+def _transforms(depth: int, source: Any):
+    """Of `depth` values of K of its rows in shared memory: tiles of 8 rows and the widest column."""
     itemsize = source.dtype.itemsize
-    width = next(s for s in SWIZZLES if source.shape[-1] * itemsize % s == 0 and block_k * itemsize % s == 0)
+    width = column_width(depth, itemsize)
     return plgpu.TilingTransform((8, width // itemsize)), plgpu.SwizzleTransform(width)  # type: ignore[abstract]
 
 

@@ -37,7 +37,11 @@ def candidates(problem: Problem, backend: str) -> list[Config]:
         for block_m in (*rows, *tall):
             for swap_ab in (False, True) if _few_tiles(problem) or problem.dtype == "fp8-w8a16" else (True,):
                 found += _triton_tiles(problem, block_m, swap_ab)
-    return found + (list(_split(problem, backend, rows[0])) if _few_tiles(problem) else [])
+    if _few_tiles(problem):
+        found += _split(problem, backend, rows[0])
+    if backend == "pallas-mosaic" and _few_tiles(problem, 2 * FEW_TILES):
+        found += _clusters(problem, rows[0])
+    return list(dict.fromkeys(found))
 
 
 def _split(problem: Problem, backend: str, block_m: int) -> Iterator[Config]:
@@ -54,13 +58,23 @@ def _split(problem: Problem, backend: str, block_m: int) -> Iterator[Config]:
                 yield config
 
 
+def _clusters(problem: Problem, block_m: int) -> Iterator[Config]:
+    """Tiles whose parts of K are a thread block cluster's (pallas-mosaic), which costs little: at most 16."""
+    from backends import mosaic_config
+
+    for split_k, block_n, block_k in itertools.product((2, 4), (64, 128), (128, 256)):
+        tile = Config(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=2, split_k=split_k)
+        if mosaic_config.adds_in_cluster(problem, tile) and mosaic_config.unsupported(problem, tile) is None:
+            yield from _deepest(problem, tile, (1, 2))
+
+
 def _slots_per_expert(problem: Problem) -> float:
     """Mean slots of an active expert, if routing spreads them as far as it can."""
     return problem.slots / max(1, min(problem.experts, problem.slots))
 
 
-def _few_tiles(problem: Problem) -> bool:
-    return problem.tile_cols(64) * min(problem.experts, problem.slots) < FEW_TILES
+def _few_tiles(problem: Problem, few: int = FEW_TILES) -> bool:
+    return problem.tile_cols(64) * min(problem.experts, problem.slots) < few
 
 
 def _triton_tiles(problem: Problem, block_m: int, swap_ab: bool) -> Iterator[Config]:

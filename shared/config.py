@@ -32,7 +32,8 @@ class Config(Key):
                 with fewer tiles than the GPU has multiprocessors
     reduction:  how the parts become y where split_k > 1; with split_k = 1 it is not read
                 "two-pass":    float32 partial sums in memory, added in a fixed order by a second kernel: the same bits
-                               in every run
+                               in every run. pallas-mosaic, in 2, 4 or 8 parts of low tiles: in the shared memory of
+                               a thread block cluster, with no second kernel
                 "atomic-fp32": float32 atomic additions into a zeroed buffer, which a second kernel rounds to y; the
                                order of the additions, and with it the last bits, varies from run to run
                 "atomic":      each part scaled, rounded to y's dtype and added to a zeroed y atomically: no second

@@ -18,14 +18,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import backends
-from backends import mosaic_config, mosaic_policy, mosaic_rows, pallas_mosaic, xla_compile
+from backends import mosaic_config, mosaic_copies, mosaic_rows, pallas_mosaic, xla_compile
 from shared import models
 from shared.config import REDUCTIONS, Config
 from shared.problem import Problem
 from tests import cases
 from tests.cases import CASES, build
 from tests.execute import check, run, run_programs_backwards
-from tests.where import HAS_GPU, NUMERICS
+from tests.where import HAS_GPU, INTERPRET, NUMERICS
 
 BACKEND = "pallas-mosaic"
 
@@ -261,6 +261,64 @@ def test_popularity_of_earlier_steps_changes_no_result() -> None:
     check(y, data)
 
 
+@NUMERICS
+@pytest.mark.parametrize("tokens", [3, 20])
+@pytest.mark.parametrize(
+    ("variant", "k", "block_k", "pieces"),
+    [
+        ("fp16", 360, 128, 2),  # columns of 128 bytes
+        ("bf16", 328, 64, 1),
+        ("fp16", 344, 32, 1),  # of 64
+        ("fp8-w8a16-channel", 720, 256, 2),
+        ("fp8-w8a8-channel", 720, 256, 2),
+        ("fp8-w8a8-channel", 400, 64, 1),  # of 64
+        ("fp8-w8a8-block", 336, 128, 1),
+        ("fp8-w8a8-channel", 328, 256, 2),  # rows that TMA cannot read: weights are copied to longer ones
+        ("fp8-w8a8-channel", 768, 256, 1),
+    ],
+)
+def test_rows_of_no_whole_columns(variant: str, k: int, block_k: int, pieces: int, tokens: int) -> None:
+    """Behind a row come the weights of the next one, and behind the last row those of an expert without slots, which
+    are NaN: nothing of them is multiplied."""
+    config = Config(block_m=16, block_n=64, block_k=block_k, num_stages=3)
+    ids = np.array([0, 2], np.int32)[np.arange(tokens) % 2][:, None]
+    data = cases.data_of(cases.Case(name="columns", reason="", ids=ids, experts=3, n=72, k=k, config=config), variant)
+    assert mosaic_config.weight_pieces(data.problem, config) == pieces
+    w = data.w.copy()
+    w[1] = np.nan
+    y = run(BACKEND, dataclasses.replace(data, w=w), "row", config)
+    check(y, data)
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("dtype", ["fp8-w8a16", "fp8-w8a8"])
+def test_columns_of_weights_come_in_copies_of_their_own(dtype: str) -> None:
+    """For sm_90a, rows of 2880 bytes: two copies of weights a step of 256, which are waited for and freed together."""
+    problem = models.model("gpt-oss-120b").problem("gate-up", 8, dtype)
+    code = backends.load(BACKEND).compile_only(problem, "row", Config(block_k=256, num_stages=4))
+    assert code.spills == 0
+    dimensions = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared\S*\.L2::cache_hint", code.ptx)
+    others = re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared\S*bytes ", code.ptx)
+    assert set(dimensions) == {"3"}, "rows, not tiles"
+    assert len(dimensions) == 2 * len(others)
+    pending = re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", code.ptx)
+    assert set(pending) == ({"0"} if dtype == "fp8-w8a16" else {"0", "2"}), "the step before has two"
+
+
+def test_tokens_of_many_slots_are_not_found_by_a_mask() -> None:
+    data = cases.data_of(
+        cases.Case(
+            name="many-slots", reason="", ids=np.arange(64, dtype=np.int32).reshape(2, 32) % 5, experts=5, n=64, k=32
+        ),
+        "fp16",
+    )
+    few = dataclasses.replace(data.problem, top_k=31, routing_weight=False)
+    assert mosaic_config.reads_all_tokens(few)
+    assert not mosaic_config.reads_all_tokens(dataclasses.replace(few, top_k=32))
+    config = Config(block_m=16, block_n=64, block_k=32, num_stages=2)
+    check(run(BACKEND, data, "row", config), data)
+
+
 @pytest.mark.parametrize("experts", [1, 15, 16, 24, 257])
 def test_active_experts(experts: int) -> None:
     """The experts that 24 slots of three tokens name, by number, and where each slot's row of y is."""
@@ -300,6 +358,139 @@ def test_parts_of_k_compile(dtype: str, layout: str, reduction: str) -> None:
     assert adding == (set() if reduction == "two-pass" else {"add"})
     assert code.spills == 0
     assert columns_of(code.ptx) == {"8", "16"}
+
+
+@pytest.mark.parametrize(
+    ("n", "config", "adds"),
+    [
+        (512, Config(split_k=2), True),
+        (512, Config(split_k=8), True),
+        (512, Config(block_k=512, split_k=5), False),  # 14 steps: 5 parts
+        (512, Config(block_k=512, split_k=9), False),  # 7 parts
+        (512, Config(block_k=1024, split_k=5), True),  # 7 steps: 4 parts
+        (512, Config(split_k=16), False),
+        (512, Config(split_k=1), False),
+        (512, Config(split_k=2, reduction="atomic"), False),
+        (512, Config(block_m=32, split_k=2), True),
+        (512, Config(block_m=48, split_k=2), False),  # stored in two chunks
+        (516, Config(split_k=2), False),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_parts_of_k_that_a_cluster_adds(tokens: int, n: int, config: Config, adds: bool) -> None:
+    """K = 7168. Whether it does is the config's matter, not the batch's, so that a row keeps its bits."""
+    problem = Problem.of("fp16", tokens=tokens, experts=256, n=n, k=7168, top_k=8)
+    assert mosaic_config.adds_in_cluster(problem, config) == adds
+    assert mosaic_config.scatters(problem, config) == (n == 512 and (adds or config.split_k == 1))
+    assert mosaic_config.scatters(problem, config, interpret=True) == (n == 512 and config.split_k == 1)
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize(
+    ("dtype", "layout", "tokens", "config"),
+    [
+        ("fp16", "channel", 1, Config(block_n=64, num_stages=6, split_k=2)),
+        ("fp8-w8a16", "channel", 1, Config(block_n=64, block_k=256, num_stages=4, split_k=4)),
+        ("fp8-w8a8", "block", 64, Config(block_n=64, num_stages=5, split_k=8)),
+        pytest.param("bf16", "channel", 64, Config(num_stages=4, split_k=2), marks=pytest.mark.slow),
+        pytest.param("fp8-w8a8", "channel", 1, Config(num_warps=8, split_k=4), marks=pytest.mark.slow),
+        pytest.param(
+            "fp16", "channel", 256, Config(block_m=32, block_n=64, block_k=64, split_k=8), marks=pytest.mark.slow
+        ),
+        pytest.param("fp8-w8a16", "block", 1, Config(block_n=64, num_stages=6, split_k=2), marks=pytest.mark.slow),
+    ],
+)
+def test_a_cluster_adds_parts_of_k(dtype: str, layout: str, tokens: int, config: Config) -> None:
+    """For sm_90a: as many blocks a cluster as parts, sums sent to their shared memory, no tile stored by TMA.
+
+    For each height of a tile, a barrier is told how many bytes come, and sums are sent by 8; no fence or release at the
+    scope of the cluster or the GPU, which would wait for what was stored to memory.
+    """
+    problem = models.model("deepseek-v3").problem("gate-up", tokens, dtype, scale_layout=layout)
+    assert pallas_mosaic.unsupported(problem, config) is None
+    code = backends.load(BACKEND).compile_only(problem, "row", config)
+    parts, groups = config.split_k, config.num_warps // 4
+    assert re.findall(r"\.reqnctapercluster (\d+)", code.ptx) == [str(parts)]
+    assert not re.search(r"cp\.(reduce\.)?async\.bulk\.tensor\.\dd\.global", code.ptx)
+    heights = [8] if tokens == 1 else mosaic_config.heights_up_to(config.block_m)
+    sums = [h * config.block_n // groups for h in heights]
+    sending = re.findall(r"st\.async\.shared::cluster\.mbarrier::complete_tx::bytes\.v2\.f32", code.ptx)
+    assert len(sending) == sum(sums) // (2 * 128)
+    told = re.findall(r"mbarrier\.arrive\.expect_tx\.shared\.b64 _, \[%r\d+\], (%r\d+);", code.ptx)
+    expected = [re.findall(rf"mov\.b32\s+{register}, (\d+);", code.ptx) for register in told]
+    assert sorted(int(bytes_of[-1]) for bytes_of in expected) == sorted(4 * n for n in sums)
+    ordering = re.findall(r"\S+\.(?:release|acquire|acq_rel|sc)\.(?:cluster|gpu|sys)\b", code.ptx)
+    assert set(ordering) == {"fence.mbarrier_init.release.cluster"}
+    # Each block tells every block that it has read what it got.
+    start, _, _ = code.ptx.partition("barrier.cluster.arrive")
+    counts = re.findall(r"mbarrier\.init\.shared\.b64 \[%r\d+\], (%r\d+);", start)
+    assert len(counts) == groups
+    assert all(re.search(rf"mov\.b32\s+{register}, {parts};", start) for register in counts)
+    assert code.spills == 0
+    blocks = mosaic_config.blocks_per_sm(problem, config)
+    assert blocks * (32 * config.num_warps + 128) * -(-code.registers // 8) * 8 <= 65536
+
+
+@pytest.mark.skipif(INTERPRET, reason="clusters add parts of K on a GPU alone")
+@pytest.mark.gpu
+@pytest.mark.parametrize("split_k", [2, 4, 8])
+@pytest.mark.parametrize("variant", list(cases.VARIANTS))
+@pytest.mark.parametrize(
+    ("tokens", "changes"),
+    [
+        ("few", {}),
+        ("few", {"block_n": 128, "num_warps": 8, "num_stages": 3}),
+        ("many", {}),
+        ("many", {"block_m": 32, "block_n": 128, "num_stages": 5}),
+        ("many", {"block_n": 128, "num_warps": 8}),
+    ],
+)
+def test_a_cluster_adds_parts_of_k_on_a_gpu(
+    tokens: str, changes: dict[str, Any], variant: str, split_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """23 steps: the last part has fewer; N = 200 or 1000 ends within a tile. -1 slots, and a buffer of NaN.
+
+    few: tokens of one box, which go to their slots by token. many: experts with 1 to 40 slots. On all SMs, where a
+    cluster has one tile or none, and on 8, where each has several: a barrier told too early or never would give wrong
+    sums or stop the kernel. The same bits each time, in every order.
+    """
+    config = Config(block_m=16, block_n=64, block_k=32, num_stages=4, split_k=split_k).replace(**changes)
+    if tokens == "few":
+        ids = np.array([*IDS_OF_8_TOKENS["minus-one"], (5, 3), (7, 7)], np.int32)
+    else:
+        counts = (1, 8, 9, 17, 33, 40, 0, 3)
+        slots = np.concatenate([np.repeat(np.arange(8, dtype=np.int32), counts), np.full(9, -1, np.int32)])
+        ids = np.random.default_rng(3).permutation(slots)[:, None]
+    case = cases.Case(
+        name="cluster", reason="", ids=ids, experts=8, n=200 if tokens == "few" else 1000, k=736,
+        routing_weight=tokens == "many",
+    )  # fmt: skip
+    data = cases.data_of(case, variant)
+    assert mosaic_config.adds_in_cluster(data.problem, config)
+    assert mosaic_config.reads_all_tokens(data.problem) == (tokens == "few")
+    y = run(BACKEND, data, "row", config)
+    check(y, data)
+    monkeypatch.setattr(pallas_mosaic, "_sms", lambda x: 8)
+    for order in ("row", "column", "row"):
+        assert np.array_equal(run(BACKEND, data, order, config), y)
+
+
+@pytest.mark.skipif(INTERPRET, reason="clusters add parts of K on a GPU alone")
+@pytest.mark.gpu
+@pytest.mark.parametrize("split_k", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_a_cluster_gives_the_same_bits_in_every_call(tokens: int, split_k: int) -> None:
+    """A layer of DeepSeek-V3's with 12 experts: no bit differs in 50 calls."""
+    rng = np.random.default_rng(tokens)
+    ids = np.stack([rng.permutation(12)[:8] for _ in range(tokens)]).astype(np.int32)
+    case = cases.Case(name="deepseek", reason="", ids=ids, experts=12, n=512, k=7168, routing_weight=False)
+    data = cases.data_of(case, "bf16")
+    config = Config(block_n=64, num_stages=5, split_k=split_k)
+    assert mosaic_config.adds_in_cluster(data.problem, config)
+    y = run(BACKEND, data, "row", config)
+    check(y, data)
+    for _ in range(50):
+        assert np.array_equal(run(BACKEND, data, "row", config), y)
 
 
 @pytest.mark.compile_only
@@ -375,7 +566,7 @@ def test_weights_are_evicted_first_where_little_else_is_in_l2(
 )
 def test_copies_of_weights_alone_have_the_policy(problem: Problem, evicted: bool) -> None:
     """For sm_90a: an L2 policy for each copy of weights and none of x, which has one of these for each height; and no
-    policy in a kernel that is not to have it, though Mosaic's lowering asks `mosaic_policy` for each."""
+    policy in a kernel that is not to have it, though Mosaic's lowering asks `mosaic_copies` for each."""
     config = Config(block_k=64, num_stages=3)
     assert mosaic_config.evicts_weights_first(problem, config) == evicted
     ptx = backends.load(BACKEND).compile_only(problem, "row", config).ptx
@@ -425,9 +616,9 @@ def test_a_lowering_that_would_leave_the_policy_out_is_refused(lacking: str, mon
     else:
         mosaic.LaunchContext.async_copy = lambda self, *, src_ref: None
     before = mosaic.nvvm
-    monkeypatch.setattr(mosaic_policy, "launch_context", mosaic)
+    monkeypatch.setattr(mosaic_copies, "launch_context", mosaic)
     for _ in range(2):
-        reason = mosaic_policy.install()
+        reason = mosaic_copies.install()
         assert reason is not None
         assert "install jax[cuda13]" in reason
         assert mosaic.nvvm is before
@@ -442,21 +633,21 @@ def test_a_lowering_that_would_leave_the_policy_out_is_refused(lacking: str, mon
 def test_the_policy_is_put_in_once_and_for_the_thread_that_lowers(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often the module is imported, as for two checkouts in one process; another thread's copies have none."""
     mosaic: Any = _Mosaic()
-    monkeypatch.setattr(mosaic_policy, "launch_context", mosaic)
-    assert mosaic_policy.install() is None
+    monkeypatch.setattr(mosaic_copies, "launch_context", mosaic)
+    assert mosaic_copies.install() is None
     lowering = mosaic.LaunchContext.async_copy
-    anew = importlib.util.module_from_spec(mosaic_policy.__spec__)
-    mosaic_policy.__spec__.loader.exec_module(anew)
+    anew = importlib.util.module_from_spec(mosaic_copies.__spec__)
+    mosaic_copies.__spec__.loader.exec_module(anew)
     anew.launch_context = mosaic
     assert anew.install() is None
     assert mosaic.LaunchContext.async_copy is lowering
 
-    monkeypatch.setattr(mosaic_policy._lowering, "evicts_first", True)
+    monkeypatch.setattr(mosaic_copies._lowering, "evicts_first", True)
     number = SimpleNamespace(get_signless=lambda bits: bits)
-    monkeypatch.setattr(mosaic_policy, "ir", SimpleNamespace(IntegerType=number))
-    monkeypatch.setattr(mosaic_policy.utils, "c", lambda value, of: value)
+    monkeypatch.setattr(mosaic_copies, "ir", SimpleNamespace(IntegerType=number))
+    monkeypatch.setattr(mosaic_copies.utils, "c", lambda value, of: value)
     copy = "cp_async_bulk_tensor_shared_cluster_global"
-    assert getattr(mosaic.nvvm, copy)() == mosaic_policy._EVICT_FIRST
+    assert getattr(mosaic.nvvm, copy)() == mosaic_copies._EVICT_FIRST
     with concurrent.futures.ThreadPoolExecutor(1) as other:
         assert other.submit(lambda: getattr(mosaic.nvvm, copy)()).result() is None
 
@@ -464,20 +655,20 @@ def test_the_policy_is_put_in_once_and_for_the_thread_that_lowers(monkeypatch: p
 def test_the_policy_is_taken_back_after_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after one that fails to lower: the next kernel's copies are its own."""
     mosaic: Any = _Mosaic()
-    monkeypatch.setattr(mosaic_policy, "launch_context", mosaic)
-    assert mosaic_policy.install() is None
-    monkeypatch.setattr(mosaic_policy, "ir", SimpleNamespace(MemRefType=lambda of: SimpleNamespace(rank=of)))
-    monkeypatch.setattr(mosaic_policy, "_kernel_name", lambda: mosaic_policy.evict_first("kernel"))
+    monkeypatch.setattr(mosaic_copies, "launch_context", mosaic)
+    assert mosaic_copies.install() is None
+    monkeypatch.setattr(mosaic_copies, "ir", SimpleNamespace(MemRefType=lambda of: SimpleNamespace(rank=of)))
+    monkeypatch.setattr(mosaic_copies, "_kernel_name", lambda: mosaic_copies.evict_first("kernel"))
     seen = []
 
     def fail(*_: object, **__: object) -> None:
-        seen.append(mosaic_policy._lowering.evicts_first)
+        seen.append(mosaic_copies._lowering.evicts_first)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(mosaic_policy, "_copy", fail)
+    monkeypatch.setattr(mosaic_copies, "_copy", fail)
     with pytest.raises(ZeroDivisionError):
         mosaic.LaunchContext().async_copy(src_ref=SimpleNamespace(type=3))
-    assert (seen, mosaic_policy._lowering.evicts_first) == ([True], False)
+    assert (seen, mosaic_copies._lowering.evicts_first) == ([True], False)
     mosaic.LaunchContext().async_copy(src_ref=SimpleNamespace(type=2))
     assert len(seen) == 1
 

@@ -48,6 +48,7 @@ def gathers() -> Iterator[None]:
         ("tall-tiles", "fp16", "row", {"num_stages": 2}),
         ("ragged", "fp16", "row", {"split_k": 2}),
         ("some-minus-one", "fp8-w8a16-channel", "column", {"num_stages": 3, "split_k": 2}),
+        ("k-tail", "fp16", "column", {"block_k": 256, "num_stages": 2}),  # four columns a step, in pieces
     ],
 )
 @pytest.mark.usefixtures("gathers")
@@ -114,7 +115,9 @@ def test_a_gathered_step_is_told_of_before_its_ring_comes_round(stages: int) -> 
 
 
 @pytest.mark.compile_only
-@pytest.mark.parametrize(("n", "split_k", "scatters"), [(512, 1, True), (512, 2, False), (516, 1, False)])
+@pytest.mark.parametrize(
+    ("n", "split_k", "scatters"), [(512, 1, True), (512, 2, True), (516, 1, False), (516, 2, False)]
+)
 def test_rows_of_y_go_to_their_slots_by_threads_or_tiles_by_tma(n: int, split_k: int, scatters: bool) -> None:
     problem = Problem.of("fp16", tokens=64, experts=8, n=n, k=256, top_k=2)
     config = Config(block_k=64, num_stages=3, split_k=split_k)
@@ -183,29 +186,32 @@ def test_weights_are_read_one_by_one_where_x_keeps_its_order(name: str, variant:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp16", "fp8-w8a16", "fp8-w8a8"])
 @pytest.mark.parametrize(
-    ("config", "n"),
+    ("config", "n", "k"),
     [
-        (Config(block_m=16, block_n=64, block_k=64, num_stages=2), 2048),
-        (Config(block_m=16, block_n=64, block_k=64, num_stages=3), 2048),
-        (Config(block_m=16, block_n=64, block_k=64, num_stages=7), 2048),
-        (Config(block_m=32, block_n=64, block_k=64, num_stages=2), 2048),
-        (Config(block_m=48, block_n=64, block_k=64, num_stages=4), 2048),
+        (Config(block_m=16, block_n=64, block_k=64, num_stages=2), 2048, 1152),
+        (Config(block_m=16, block_n=64, block_k=64, num_stages=3), 2048, 1152),
+        (Config(block_m=16, block_n=64, block_k=64, num_stages=7), 2048, 1152),
+        (Config(block_m=32, block_n=64, block_k=64, num_stages=2), 2048, 1152),
+        (Config(block_m=48, block_n=64, block_k=64, num_stages=4), 2048, 1152),
         # several columns of the widest swizzle in a step, as tuned tiles have them
-        (Config(block_m=16, block_n=128, block_k=128, num_stages=4), 2048),
-        (Config(block_m=16, block_n=64, block_k=256, num_stages=3), 2048),
-        (Config(block_m=48, block_n=128, block_k=128, num_warps=8, num_stages=3), 2048),
+        (Config(block_m=16, block_n=128, block_k=128, num_stages=4), 2048, 1152),
+        (Config(block_m=16, block_n=64, block_k=256, num_stages=3), 2048, 1152),
+        (Config(block_m=48, block_n=128, block_k=128, num_warps=8, num_stages=3), 2048, 1152),
+        # rows of no whole columns, which come in pieces
+        (Config(block_m=16, block_n=64, block_k=256, num_stages=3), 2048, 1168),
+        (Config(block_m=48, block_n=128, block_k=128, num_warps=8, num_stages=3), 2048, 1168),
         # whole tiles in turns, several for each thread block
-        (Config(block_m=16, block_n=128, block_k=64, num_warps=8, num_stages=3, ping_pong=True), 8192),
-        (Config(block_m=32, block_n=128, block_k=128, num_warps=8, num_stages=4, ping_pong=True), 8192),
+        (Config(block_m=16, block_n=128, block_k=64, num_warps=8, num_stages=3, ping_pong=True), 8192, 1152),
+        (Config(block_m=32, block_n=128, block_k=128, num_warps=8, num_stages=4, ping_pong=True), 8192, 1168),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("gathers")
-def test_rings_of_every_depth_come_round_on_a_gpu(dtype: str, config: Config, n: int) -> None:
+def test_rings_of_every_depth_come_round_on_a_gpu(dtype: str, config: Config, n: int, k: int) -> None:
     """Many steps and tiles a block, experts of 0 to 60 slots: a barrier told of too late would stop the kernel."""
     counts = (0, 1, 7, 8, 9, 16, 17, 31, 33, 48, 60, 3)
     ids = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts), dtype=np.int32), counts))[:, None]
-    case = cases.Case(name="ring", reason="", ids=ids, experts=len(counts), n=n, k=1152, config=config)
+    case = cases.Case(name="ring", reason="", ids=ids, experts=len(counts), n=n, k=k, config=config)
     data = cases.data_of(case, dtype if dtype == "fp16" else f"{dtype}-channel")
     if pallas_mosaic.unsupported(data.problem, config) is None:
         assert mosaic_config.gathers(data.problem, config)

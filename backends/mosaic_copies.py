@@ -1,10 +1,18 @@
-"""How long L2 keeps what a Mosaic GPU kernel's bulk copies read: Pallas's copies have no argument for it.
+"""What a Mosaic GPU kernel's bulk copies need and Pallas's have no argument for: how long L2 keeps what they read, and
+columns of a matrix whose rows are no whole number of them.
 
 In a kernel named by `evict_first`, copies of arrays of WEIGHT_RANK dimensions are evicted first from L2. The policy
-becomes an operand of the copy instruction as Mosaic lowers it. For that, `install` puts itself between JAX's Mosaic
-lowering and its dialect, in the whole process; what other kernels copy is lowered as it was.
+becomes an operand of the copy instruction as Mosaic lowers it.
 
-Source: the PTX manual on cp.async.bulk.tensor, `.L2::cache_hint`.
+wgmma's operands lie in shared memory in tiles of 8 rows and a column of up to 128 bytes. Mosaic copies a slice of such
+tiles at once, as one of an array that is tiled itself: of whole columns. A single column needs no tiled array, as its
+tiles lie one below the other just as its rows do: TMA copies so many rows and fills what lies past their end with
+zeros.
+
+For both, `install` puts itself between JAX's Mosaic lowering and its dialect, in the whole process. What other kernels
+copy is lowered as it was; of a column past the end, JAX refuses the copy.
+
+Sources: the PTX manual on cp.async.bulk.tensor (`.L2::cache_hint`, tensors and their bounds, swizzles).
 """
 
 from __future__ import annotations
@@ -71,10 +79,13 @@ def install() -> str | None:
     if copy is None or not lowers_by_it or _OPERAND not in inspect.signature(copy).parameters:
         return (
             f"this JAX's Mosaic GPU does not lower its bulk copies by nvvm.{_COPY} with {_OPERAND}, as "
-            "backends/mosaic_policy.py needs: install jax[cuda13]>=0.11,<0.12, or use another backend"
+            "backends/mosaic_copies.py needs: install jax[cuda13]>=0.11,<0.12, or use another backend"
         )
 
     def async_copy(self: Any, *, src_ref: ir.Value, **options: Any) -> None:
+        if _is_column_past_whole_ones(src_ref, options):
+            options["dst_ref"] = utils.memref_fold(options["dst_ref"], 0, 3)  # (rows / 8, 1, 8, width) to (rows, width)
+            options["gmem_transform"] = ()
         before = _lowering.evicts_first
         _lowering.evicts_first = ir.MemRefType(src_ref.type).rank == WEIGHT_RANK and _kernel_name().endswith(_SUFFIX)
         try:
@@ -85,6 +96,16 @@ def install() -> str | None:
     async_copy.has_policy = True  # type: ignore[attr-defined]  # by name: this module may be imported anew
     mosaic.nvvm, mosaic.LaunchContext.async_copy = _WithPolicy(mosaic.nvvm), async_copy
     return None
+
+
+def _is_column_past_whole_ones(source: ir.Value, options: dict[str, Any]) -> bool:
+    """Whether a copy to shared memory is of one column of a matrix whose rows are no whole number of them."""
+    match options.get("gmem_transform"):
+        case (launch_context.TileTransform(tiling=(_, width)),):
+            target = ir.MemRefType(options["dst_ref"].type)
+            whole = ir.MemRefType(source.type).shape[-1] % width == 0
+            return not whole and target.rank == 4 and target.shape[1] == 1
+    return False
 
 
 def _kernel_name() -> str:
