@@ -22,17 +22,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TRITON, PREPARE = "backends/triton_kernel.py", "backends/triton_prepare.py"
 PALLAS, MOSAIC = "backends/pallas_triton.py", "backends/pallas_mosaic.py"
+THREADS = "backends/mosaic_threads.py"
+CLUSTERS = ("tests/test_mosaic.py", "-k", "adds_parts_of_k_on_a_gpu and fp16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """old -> new, where old stands once in file; tests: pytest's arguments that select who should notice."""
+    """old -> new, where old stands once in file; tests: pytest's arguments that select who should notice.
+
+    on_gpu: they run on a GPU alone, so that without one there is no verdict.
+    """
 
     name: str
     file: str
     old: str
     new: str
     tests: tuple[str, ...]
+    on_gpu: bool = False
 
 
 def gemm(backend: str, select: str) -> tuple[str, ...]:
@@ -175,7 +181,7 @@ MUTANTS = (
     Mutant("mosaic: wrong expert", MOSAIC, "part, expert_gmem[row], x_row", "part, expert_gmem[row * 0], x_row", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: K step dropped", MOSAIC, "if parts > 1 else k_steps", "if parts > 1 else k_steps - 1", gemm("pallas-mosaic", "ragged and fp16 and row")),
     Mutant("mosaic: stage refilled before it is read", MOSAIC, "plgpu.barrier_wait(freed.at[stage])\n                barrier =", "barrier =", gemm("pallas-mosaic", "ragged and fp16 and row")),
-    Mutant("mosaic: warp-groups take each other's channels", MOSAIC, "mine = pl.ds(channel, group_n)", "mine = pl.ds((sharers - 1) * group_n - channel, group_n)", ("tests/test_mosaic.py", "-k", "tall_tiles_of and fp16")),
+    Mutant("mosaic: warp-groups take each other's channels", MOSAIC, "w_smem.at[stage, c, pl.ds(channel, group_n)]", "w_smem.at[stage, c, pl.ds((sharers - 1) * group_n - channel, group_n)]", ("tests/test_mosaic.py", "-k", "tall_tiles_of and fp16")),
     Mutant("mosaic: every chunk of y at the first's place", MOSAIC, "pl.ds(tile.row * height + first, rows)", "pl.ds(tile.row * height, rows)", ("tests/test_mosaic.py", "-k", "tall_tiles_of and fp16")),
     Mutant("mosaic: turns mixed up", MOSAIC, "i = turn + step * every", "i = step * every", ("tests/test_mosaic.py", "-k", "groups_in_turns and fp16-row")),
     Mutant("mosaic: dropped channel scale", MOSAIC, "if w_scale_gmem is not None and not block_scaled:", "if False:", gemm("pallas-mosaic", "ragged and w8a16-channel")),
@@ -203,7 +209,7 @@ MUTANTS = (
     Mutant("mosaic: gathered rows of the group before", "backends/mosaic_rows.py", "        shared = jnp.zeros_like(shared)\n", "        pass\n", ("tests/test_mosaic.py", "-k", "find_the_rows")),
     Mutant("mosaic: the last rows gathered are not told of", MOSAIC, "for pending in reversed(range(lag)):", "for pending in reversed(range(1, lag)):", ("tests/test_mosaic_threads.py", "-k", "ring_comes_round")),
     Mutant("mosaic: told of too late for the ring", MOSAIC, "min(stages // 2, stages - 2)", "stages - 1", ("tests/test_mosaic_threads.py", "-k", "ring_comes_round")),
-    Mutant("mosaic: told of rows that are not there for wgmma", "backends/mosaic_threads.py", " fence.proxy.async.shared::cta;", "", ("tests/test_mosaic_threads.py", "-k", "ring_comes_round")),
+    Mutant("mosaic: told of rows that are not there for wgmma", THREADS, " fence.proxy.async.shared::cta;", "", ("tests/test_mosaic_threads.py", "-k", "ring_comes_round")),
     Mutant("mosaic: rows gathered though they stay in L2", "backends/mosaic_config.py", "and low and sorted_bytes > KEPT_IN_L2", "and low", ("tests/test_mosaic_threads.py", "-k", "would_not_keep")),
     Mutant("mosaic: tall tiles gathered", "backends/mosaic_config.py", "GATHERED_ROWS = 48", "GATHERED_ROWS = 256", ("tests/test_mosaic_threads.py", "-k", "would_not_keep")),
     Mutant("mosaic: gathers without the registers", "backends/mosaic_config.py", " and registers_of_thread(problem, config) <= REGISTERS_OF_THREE\n    return not", "\n    return not", ("tests/test_mosaic_threads.py", "-k", "trades_registers")),
@@ -236,6 +242,15 @@ MUTANTS = (
     Mutant("mosaic: y counts for nothing in L2", "backends/mosaic_config.py", "problem.write_bytes() // 2", "0", ("tests/test_mosaic.py", "-k", "little_else_is_in_l2")),
     Mutant("mosaic: unknown expert not zeroed", MOSAIC, "(topk_ids >= 0) & (topk_ids < problem.experts)", "(topk_ids >= 0)", ("tests/test_mosaic.py", "-k", "put_in_place_by_xla and unchecked")),
     Mutant("mosaic: -1 rows not zeroed", MOSAIC, "has_expert = (topk_ids >= 0) &", "has_expert = (topk_ids >= -1) &", ("tests/test_mosaic.py", "-k", "put_in_place_by_xla and some-minus-one")),
+    # Clusters, which no interpreter has
+    Mutant("mosaic clusters: a part left out", THREADS, "for part in range(parts):", "for part in range(parts - 1):", CLUSTERS, on_gpu=True),
+    Mutant("mosaic clusters: every part to the first one's place", THREADS, "_times(_block_of_cluster(), rows * share * itemsize)", "_number(0)", CLUSTERS, on_gpu=True),
+    Mutant("mosaic clusters: all shares to the first block", THREADS, "block = arith.divui(channel, _number(share))", "block = _number(0)", CLUSTERS, on_gpu=True),
+    Mutant("mosaic clusters: sums stored at the first share's channels", MOSAIC, "columns.start + member * stored_n", "columns.start", CLUSTERS, on_gpu=True),
+    Mutant("mosaic clusters: parts of the next tile not waited for", MOSAIC, "lax.rem(i, jnp.int32(2)), y_gmem", "lax.rem(i + 1, jnp.int32(2)), y_gmem", CLUSTERS, on_gpu=True),
+    Mutant("mosaic clusters: the parts' barrier is not waited for", THREADS, "_barrier(barrier_ref).wait_parity(odd)", "pass", CLUSTERS, on_gpu=True),
+    Mutant("mosaic clusters: parts sent before others were read", MOSAIC, "plgpu.barrier_wait(parts_read.at[group])  # those of the tile before, by every block", "pass", CLUSTERS, on_gpu=True),
+    Mutant("mosaic clusters: every block has the first part of K", MOSAIC, "pid, part = cluster + i * clusters, member", "pid, part = cluster + i * clusters, member * 0", CLUSTERS, on_gpu=True),
 )  # fmt: skip
 
 
@@ -313,6 +328,11 @@ def main(arguments: list[str]) -> int:
         print(f"unknown mutants {unknown}; --list lists them", file=sys.stderr)
         return 2
     chosen = [known[name] for name in arguments] or list(MUTANTS)
+    from tests.where import INTERPRET  # with both frameworks: not for --list
+
+    if INTERPRET and (unjudged := [mutant for mutant in chosen if mutant.on_gpu]):
+        print("no verdict without a GPU:", *(mutant.name for mutant in unjudged), sep="\n  ")
+        chosen = [mutant for mutant in chosen if not mutant.on_gpu]
     problems = green_without_fault(mutant.tests for mutant in chosen)
     if problems:
         print("red without a fault, so that red would mean nothing:", *problems, sep="\n", file=sys.stderr)

@@ -33,6 +33,8 @@ TALL = Config(block_m=48, block_n=128, block_k=64, num_warps=8, num_stages=3, gr
 """In Triton two blocks of rows; in pallas-mosaic two warp-groups that multiply, a tile that is stored in chunks."""
 TURNS = TALL.replace(ping_pong=True)
 """Of pallas-mosaic: two warp-groups that take tiles in turn."""
+CLUSTERS = CONFIG.replace(split_k=2)
+"""Of pallas-mosaic: tiles whose parts of K a thread block cluster adds up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,7 @@ SHAPES = {
     "tall": Shape("34 slots of one expert in a tile of 48 rows", _MANY, 4, 200, 288),
     "turns": Shape("the same, more tiles than an H200 has SMs: thread blocks take several", _MANY, 4, 6400, 288),
     "gathers": Shape("the same, rows of x gathered as if L2 kept no sorted copy of them", _MANY, 4, 6400, 288),
+    "clusters": Shape("the same, K split in two, which thread block clusters add up", _MANY, 4, 6400, 288),
 }
 
 
@@ -94,7 +97,7 @@ class Variant:
     @property
     def config(self) -> Config:
         if self.reduction is None:
-            return {"tall": TALL, "turns": TURNS}.get(self.shape, CONFIG)
+            return {"tall": TALL, "turns": TURNS, "clusters": CLUSTERS}.get(self.shape, CONFIG)
         split: dict[str, Any] = {"split_k": 3, "reduction": self.reduction}
         return CONFIG.replace(**split)
 
@@ -144,8 +147,9 @@ def variants(backend: str) -> list[Variant]:
 
 
 def _concerns(backend: str, shape: str, order: str) -> bool:
-    """Tall tiles are another kernel in each backend, whatever the order: two orders of them, of turns, of gathering."""
-    if shape not in ("tall", "turns", "gathers"):
+    """Tall tiles are another kernel in each backend, whatever the order: two orders of them, and of what pallas-mosaic
+    alone has."""
+    if shape not in ("tall", "turns", "gathers", "clusters"):
         return True
     return order in ("row", "popular") and (shape == "tall" or backend == "pallas-mosaic")
 

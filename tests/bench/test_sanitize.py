@@ -111,8 +111,8 @@ def test_memcheck_runs_everything_and_the_others_a_covering_subset() -> None:
     for backend in BACKENDS:
         everything = matrix.selected(["memcheck"], [backend], "")["memcheck"]
         assert len({v.id for v in everything}) == len(everything)
-        # pallas-mosaic alone has warp-groups that take turns, and a copy of x that it does without
-        tall = 2 * (3 if backend == "pallas-mosaic" else 1)
+        # pallas-mosaic alone has warp-groups that take turns, a copy of x that it does without, and clusters
+        tall = 2 * (4 if backend == "pallas-mosaic" else 1)
         assert len(everything) == (3 * len(ORDERS) + tall + len(matrix.reductions())) * 6
         some = matrix.selected(["racecheck"], [backend], "")["racecheck"]
         assert set(some) < set(everything)
@@ -123,6 +123,8 @@ def test_memcheck_runs_everything_and_the_others_a_covering_subset() -> None:
     with gathering.forced():
         gathers = [v for v in matrix.variants("pallas-mosaic") if v.shape == "gathers"]
         assert all(mosaic_config.gathers(v.problem, v.config) for v in gathers)
+    clusters = [v for v in matrix.variants("pallas-mosaic") if v.shape == "clusters"]
+    assert all(mosaic_config.adds_in_cluster(v.problem, v.config) for v in clusters)
     split = next(v for v in matrix.variants(BACKENDS[0]) if v.reduction is not None)
     assert 1 < split.config.parts(split.problem.k) < 5, "K is split, and unevenly: five steps over three parts"
     ids = np.array(matrix.SHAPES["empty"].ids)
