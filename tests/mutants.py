@@ -245,7 +245,6 @@ MUTANTS = (
     # Clusters, which no interpreter has
     Mutant("mosaic clusters: a part left out", THREADS, "for part in range(parts):", "for part in range(parts - 1):", CLUSTERS, on_gpu=True),
     Mutant("mosaic clusters: every part to the first one's place", THREADS, "_times(_block_of_cluster(), rows * share * itemsize)", "_number(0)", CLUSTERS, on_gpu=True),
-    Mutant("mosaic clusters: all shares to the first block", THREADS, "block = arith.divui(channel, _number(share))", "block = _number(0)", CLUSTERS, on_gpu=True),
     Mutant("mosaic clusters: sums stored at the first share's channels", MOSAIC, "columns.start + member * stored_n", "columns.start", CLUSTERS, on_gpu=True),
     Mutant("mosaic clusters: parts of the next tile not waited for", MOSAIC, "lax.rem(i, jnp.int32(2)), y_gmem", "lax.rem(i + 1, jnp.int32(2)), y_gmem", CLUSTERS, on_gpu=True),
     Mutant("mosaic clusters: the parts' barrier is not waited for", THREADS, "_barrier(barrier_ref).wait_parity(odd)", "pass", CLUSTERS, on_gpu=True),
