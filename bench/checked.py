@@ -36,7 +36,7 @@ def sanitizer_text(report: dict[str, Any]) -> str:
 
 _SINCE = {
     "yes": "",
-    "no": " The kernels' sources have changed since.",
+    "no": " The kernels' sources, or their tiles, have changed since.",
     "not recorded": " It does not say of which sources of the kernels.",
 }
 
@@ -53,7 +53,8 @@ def fuzz_table(reports: list[dict[str, Any]]) -> Table:
     lines = []
     for report in sorted(reports, key=lambda r: r["date"]):
         failed = [failure["example"].split()[0] for failure in report["failures"]]
-        cells = [f"{report['examples'][b]} ({failed.count(b)} failed)" for b in BACKENDS]
+        drawn = report["examples"]  # of the backends that were asked for
+        cells = [f"{drawn[b]} ({failed.count(b)} failed)" if b in drawn else "–" for b in BACKENDS]
         seconds = f"{report['seconds']:.0f}"
         lines.append([report["date"][:8], str(report["seed"]), *cells, seconds, _of_present_sources(report)])
     return ["date", "seed", *BACKENDS, "seconds", "of the present sources"], lines

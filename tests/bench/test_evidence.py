@@ -313,7 +313,7 @@ def test_what_sanitizers_and_fuzzing_found_is_told() -> None:
     text = checked.sanitizer_text(report)
     assert "3 launches in 12 s; the run was stopped before its end. It does not say of which sources" in text
     assert "before its end.\n" in checked.sanitizer_text(report | {"sources": results.sources()})
-    assert "The kernels' sources have changed since." in checked.sanitizer_text(report | {"sources": "0"})
+    assert "The kernels' sources, or their tiles, have changed since." in checked.sanitizer_text(report | {"sources": "0"})
     assert "| memcheck | 1 clean, 1 errors | – | – | – | an overrun |" in text
     assert "| racecheck | – | – | – | 1 clean |  |" in text
     run = {
@@ -326,3 +326,5 @@ def test_what_sanitizers_and_fuzzing_found_is_told() -> None:
     assert f"{row} yes |" in checked.fuzz_text([run | {"sources": results.sources()}])
     assert f"{row} no |" in checked.fuzz_text([run | {"sources": "0"}])
     assert "- seed 3: pallas-mosaic fp16 T=1: wrong: 1 of 9" in text
+    of_one = checked.fuzz_text([run | {"examples": {"pallas-mosaic": 1424}, "failures": []}])
+    assert "| 20261129 | 3 | – | – | – | 1424 (0 failed) | 172 | not recorded |" in of_one
