@@ -363,11 +363,12 @@ def config_of(row: dict[str, Any]) -> Config | None:
 
 
 def differences(a: dict[str, Any], b: dict[str, Any], settings: Iterable[str] = SETTINGS) -> list[str]:
-    """What keeps the times of two runs from standing side by side, such as "torch: 2.11.0 and 2.12.0"."""
+    """What keeps the times of two runs from standing side by side, such as "torch: 2.11.0 and 2.12.0". Not another
+    pytest-benchmark, which runs the rounds: what a sample is, is told by this suite's own clock and flush."""
     compared = [key for key in settings if key not in UNTOLD or (key in a and key in b)]
     found = [f"{key}: {a.get(key)} and {b.get(key)}" for key in compared if a.get(key) != b.get(key)]
     ours, theirs = a.get("versions", {}), b.get("versions", {})
-    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name) and name != "pytest-benchmark"]
     return found + [f"{name}: {ours.get(name)} and {theirs.get(name)}" for name in names]
 
 

@@ -313,7 +313,9 @@ def test_what_sanitizers_and_fuzzing_found_is_told() -> None:
     text = checked.sanitizer_text(report)
     assert "3 launches in 12 s; the run was stopped before its end. It does not say of which sources" in text
     assert "before its end.\n" in checked.sanitizer_text(report | {"sources": results.sources()})
-    assert "The kernels' sources, or their tiles, have changed since." in checked.sanitizer_text(report | {"sources": "0"})
+    assert "The kernels' sources, or their tiles, have changed since." in checked.sanitizer_text(
+        report | {"sources": "0"}
+    )
     assert "| memcheck | 1 clean, 1 errors | – | – | – | an overrun |" in text
     assert "| racecheck | – | – | – | 1 clean |  |" in text
     run = {

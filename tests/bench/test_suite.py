@@ -46,7 +46,7 @@ def test_rehearsal_fills_every_field(tmp_path: Path) -> None:
     assert 0 < compact["published"][0]["written"] < 1
 
     saved = json.loads(report.read_text())["benchmarks"]
-    kernel = next(b for b in saved if b["name"].startswith("test_kernel_time[") and "torch-triton" in b["name"])
+    kernel = next(b for b in saved if b["name"].startswith("test_kernel_time[") and "/column/torch-triton" in b["name"])
     assert kernel["group"] == "tiny/gate-up/tp1/tokens-4 kernel time, eager (rehearsal clock)"
     assert kernel["options"]["timer"] == "gpu_kernel_seconds"
     assert kernel["stats"]["median"] * 1e6 == pytest.approx(row["kernel_us"], abs=1e-3)
