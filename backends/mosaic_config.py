@@ -53,7 +53,7 @@ def unsupported(problem: Problem, config: Config) -> str | None:
     if config.ping_pong and config.num_warps != 8:
         return f"config.num_warps: got {config.num_warps} with ping_pong; allowed: 8 (two warp-groups take turns)"
     if config.ping_pong and config.split_k > 1:
-        return f"config.split_k: got {config.split_k} with ping_pong; allowed: 1 (a split is for launches of few tiles)"
+        return f"config.split_k: got {config.split_k} with ping_pong; allowed: 1 (turns are of whole tiles)"
     if channels_of_group(config) < 64:
         least = 64 * sharing_groups(config)
         return f"config.block_n: got {config.block_n}; allowed: {least} or more with that num_warps"
@@ -125,7 +125,8 @@ def gathers(problem: Problem, config: Config) -> bool:
 
 def adds_in_cluster(problem: Problem, config: Config) -> bool:
     """Whether a cluster of thread blocks, one a part of K, adds the parts up in its shared memory: of tiles that are
-    stored at once, each row to its slot. Not in Pallas's interpreter, where threads store nothing of their own."""
+    stored at once, each row to its slot. On a GPU: in Pallas's interpreter, where threads store nothing of their own,
+    they are added as other parts are, and the caller has to see to it."""
     divides = config.parts(problem.k) in CLUSTERS and config.reduction == "two-pass"
     return divides and config.block_m <= OUTPUT_ROWS and problem.n % 8 == 0
 

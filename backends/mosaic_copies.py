@@ -9,8 +9,9 @@ tiles at once, as one of an array that is tiled itself: of whole columns. A sing
 tiles lie one below the other just as its rows do: TMA copies so many rows and fills what lies past their end with
 zeros.
 
-For both, `install` puts itself between JAX's Mosaic lowering and its dialect, in the whole process. What other kernels
-copy is lowered as it was; of a column past the end, JAX refuses the copy.
+For both, `install` puts itself between JAX's Mosaic lowering and its dialect, in the whole process. What JAX alone
+lowers is lowered as it was, in kernels of other names, too. A single column of a matrix whose rows are no whole number
+of them, whose copy JAX alone refuses, is copied in any kernel.
 
 Sources: the PTX manual on cp.async.bulk.tensor (`.L2::cache_hint`, tensors and their bounds, swizzles).
 """

@@ -120,7 +120,7 @@ def sort_rows(
     # A tile reads whole heights, up to block_m rows, from the group on in which its slots begin.
     x_rows = most_rows(problem) + block_m - GROUP
     sizes = {"position": (problem.slots,), "tile_x": (tile_rows, 2), "tile_expert": (tile_rows,), "tile_rows": (1,)}
-    if gathered or scatters(problem, config):
+    if gathered or scatters(problem, config, interpret=interpret):
         sizes["row_slot"] = (tile_rows * block_m,)
     if not gathered:
         sizes["slot_of"] = (x_rows,)

@@ -31,11 +31,11 @@ neither smaller than the block; where they are not so, the weights are copied in
 slow and there for correctness alone. Where K is no multiple of 128 bytes, as gpt-oss's 2880 in FP8, a step's weights
 come in several copies, a column of 128 bytes each (`mosaic_copies`), and x, which is copied anyway, is widened.
 
-K split in 2, 4 or 8 parts ("two-pass", tiles of few rows) is divided among the thread blocks of a cluster, which take
-the same tiles, each its own part of K. At a tile's end each block adds up a share of the channels: it gets all blocks'
-float32 sums of these in its shared memory (st.async, `mosaic_threads`), adds them in the order of the parts and stores
-them to their slots. No sum goes through memory, and none waits for a second kernel. Before a block sends those of the
-next tile, every block of the cluster has read what it got of this one.
+K split in 2, 4 or 8 parts ("two-pass", tiles of up to 32 rows, N a multiple of 8) is divided among the thread blocks
+of a cluster, which take the same tiles, each its own part of K. At a tile's end each block adds up a share of the
+channels: it gets all blocks' float32 sums of these in its shared memory (st.async, `mosaic_threads`), adds them in the
+order of the parts and stores them to their slots. No sum goes through memory, and none waits for a second kernel.
+Before a block sends those of the next tile, every block of the cluster has read what it got of this one.
 
 Any other split K makes each tile several items of the queue: all first parts, then all second parts, and so on. So the
 tiles in flight together are those that the order puts together, and the last parts, which may have fewer steps, even
@@ -109,7 +109,7 @@ EARLY_ROWS = 32
 """Rows of a tile whose scales and slots are read before its stream: each thread holds a quarter of the scales
 meanwhile, and a slot for every 16 bytes that it is to store."""
 _NO_POLICY = mosaic_copies.install()
-"""Why weights cannot be evicted first here; None where they can."""
+"""Why weights cannot be evicted first here, nor copied by columns; None where they can."""
 _interpreting = threading.Lock()
 """Mosaic's interpreter keeps its memory in one place for the whole process: one call at a time."""
 
@@ -256,7 +256,7 @@ def _kernel(problem: Problem, order: str, config: Config, blocks: int, interpret
     widens = problem.dtype == "fp8-w8a16"
     y_transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
     # A gathered step is told to be there once so many more are under way. The stage of the step that is fetched then is
-    # free once the next one has been waited for (wgmma_wait(1)), so that one must have been told of.
+    # free once the next one has been waited for (wgmma_wait(pieces)), so that one must have been told of.
     lag = 0 if interpret else min(stages // 2, stages - 2)
     trades_registers = registers_of_thread(problem, config) > REGISTERS_OF_THREE
 

@@ -43,8 +43,7 @@ def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
     if nearest is not None and _ratio(nearest["tokens"], problem.tokens) <= 2:
         what = f"{nearest['dtype']} in {nearest['backend']} at {nearest['tokens']} tokens"
         config = Config.from_mapping(nearest["config"])
-        if nearest["tokens"] != problem.tokens:
-            # K is split where tiles are few, and another batch has another number of them.
+        if nearest["tokens"] != problem.tokens and not _parts_stay(problem, backend, config):
             config = config.replace(split_k=1)
         return _choice(problem, config, f"measured on {gpu}: {what}")
     slug = slug_of(gpu)
@@ -57,6 +56,16 @@ def choose(problem: Problem, backend: str, gpu: str | None) -> Choice:
             return _choice(problem, config, f"nearest: measured on {gpu}: {what}")
     source = "rule of thumb" + (f", no measured entry for {gpu}" if gpu else "")
     return _choice(problem, rule_of_thumb(problem, backend), source)
+
+
+def _parts_stay(problem: Problem, backend: str, config: Config) -> bool:
+    """Whether another batch of a layer has its K split as the measured one has: where a thread block cluster adds up
+    the parts, which pays with many tiles, too. Elsewhere it pays where tiles are few, and a batch decides how many."""
+    if backend != "pallas-mosaic" or config.split_k == 1:
+        return False
+    from backends import mosaic_config  # which needs JAX, as the backend does
+
+    return mosaic_config.adds_in_cluster(problem, config)
 
 
 def _choice(problem: Problem, config: Config, source: str) -> Choice:
@@ -86,7 +95,8 @@ def _nearest(problem: Problem, backend: str, kernel: str, slug: str) -> tuple[di
 
     Near enough: slots per active expert within a factor of 2, as they decide block_m, and bytes per expert within a
     factor of 4, as they decide how many tiles there are. Nearest: by the sum of the logarithms of the ratios of slots
-    per active expert, N, K and E. K is not split: it is where tiles are few, which another shape has another number of.
+    per active expert, N, K and E. K is not split: whether that pays depends on how many tiles there are and how long K
+    is, which another shape has otherwise.
     """
     dtype = _MEASURED_AS.get(problem.dtype, problem.dtype)
     found: list[tuple[float, float, int, dict[str, Any]]] = []

@@ -22,7 +22,8 @@ MOSAIC_HEIGHTS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
 def candidates(problem: Problem, backend: str) -> list[Config]:
     """Configs worth timing: token tiles near an expert's slots, and tiles that fill the pipeline and fit the GPU.
 
-    Where there are few tiles, also several thread blocks a tile (split_k), with each way of adding up what they have.
+    Where there are few tiles, also several thread blocks a tile (split_k), with each way of adding up what they have;
+    in pallas-mosaic's clusters, which pay with many tiles as well, wherever a tile is low enough.
     """
     per_expert = _slots_per_expert(problem)
     rows = [m for m in (16, 32, 64, 128) if (m == 16 or m / 2 < per_expert * 1.3) and m * 2 >= min(per_expert, 128)]
@@ -39,8 +40,8 @@ def candidates(problem: Problem, backend: str) -> list[Config]:
                 found += _triton_tiles(problem, block_m, swap_ab)
     if _few_tiles(problem):
         found += _split(problem, backend, rows[0])
-    if backend == "pallas-mosaic" and _few_tiles(problem, 2 * FEW_TILES):
-        found += _clusters(problem, rows[0])
+    if backend == "pallas-mosaic":
+        found += _clusters(problem, next((m for m in (16, 32) if m >= per_expert), 32))
     return list(dict.fromkeys(found))
 
 
@@ -59,10 +60,12 @@ def _split(problem: Problem, backend: str, block_m: int) -> Iterator[Config]:
 
 
 def _clusters(problem: Problem, block_m: int) -> Iterator[Config]:
-    """Tiles whose parts of K are a thread block cluster's (pallas-mosaic), which costs little: at most 16."""
+    """Tiles whose parts of K are a thread block cluster's (pallas-mosaic): two parts, and four where tiles are few."""
     from backends import mosaic_config
 
-    for split_k, block_n, block_k in itertools.product((2, 4), (64, 128), (128, 256)):
+    splits = (2, 4) if _few_tiles(problem, 2 * FEW_TILES) else (2,)
+    depths = (128, 256) if problem.is_fp8 else (64, 128, 256)
+    for split_k, block_n, block_k in itertools.product(splits, (64, 128), depths):
         tile = Config(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=2, split_k=split_k)
         if mosaic_config.adds_in_cluster(problem, tile) and mosaic_config.unsupported(problem, tile) is None:
             yield from _deepest(problem, tile, (1, 2))
@@ -212,7 +215,7 @@ def _steps(problem: Problem, backend: str, config: Config, tokens: int) -> Itera
             other.replace(block_n=64, block_k=128, num_stages=4),
         )
     fewer_parts = (config.split_k // 2, 1) if up and config.split_k > 1 else ()
-    more_parts = (config.split_k * 2,) if down and _few_tiles(problem) else ()
+    more_parts = (config.split_k * 2,) if (down and _few_tiles(problem)) or (mosaic and config.split_k == 1) else ()
     yield from (config.replace(split_k=split_k) for split_k in (*fewer_parts, *more_parts) if split_k <= 8)
 
 

@@ -208,6 +208,14 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
+def _adds_in_cluster(contender: Any) -> bool:
+    if contender.row.contender != "pallas-mosaic":
+        return False
+    from backends import mosaic_config
+
+    return mosaic_config.adds_in_cluster(contender.row.problem, contender.config)
+
+
 def measure(cell: Cell, data: Any, device: Any, rounds: int) -> dict[str, Any]:
     """The cell's facts and, for each (tile, order): its samples in µs by round, in rounds that all of them share."""
     from bench.contenders import CannotRun, Contender, prepare, wait
@@ -233,7 +241,7 @@ def measure(cell: Cell, data: Any, device: Any, rounds: int) -> dict[str, Any]:
         reasons = list(pool.map(compiled, ready))
     device.clock.reset()
     combos: list[tuple[Contender, dict[str, Any]]] = []
-    records: dict[tuple[bool, str], int] = {}
+    records: dict[tuple[bool, str, bool], int] = {}
     whole = cell.question == "split-k"
     for contender, reason in zip(ready, reasons, strict=True):
         name = f"{contender.config} {contender.row.order}"
@@ -246,7 +254,8 @@ def measure(cell: Cell, data: Any, device: Any, rounds: int) -> dict[str, Any]:
             failed[name] = str(wrong)
             continue
         assert contender.config is not None
-        kernels = (contender.config.split_k > 1, contender.config.reduction)  # the same in every tile and order
+        # As many in every tile and order, but in pallas-mosaic, whose clusters need no second one.
+        kernels = (contender.config.split_k > 1, contender.config.reduction, _adds_in_cluster(contender))
         contender.records = records.get(kernels)
         combo = {
             "config": dataclasses.asdict(contender.config), "order": contender.row.order,

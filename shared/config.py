@@ -29,11 +29,11 @@ class Config(Key):
     swap_ab:    weights are the matrix instruction's left operand, so that its 64-row side is filled by output
                 channels and the tokens take the narrow side; the accumulator is (block_n, block_m)
     split_k:    thread blocks that share one output tile, each with its part of K (`k_steps_per_split`); for launches
-                with fewer tiles than the GPU has multiprocessors
+                with fewer tiles than the GPU has multiprocessors, in pallas-mosaic's clusters with more, too
     reduction:  how the parts become y where split_k > 1; with split_k = 1 it is not read
                 "two-pass":    float32 partial sums in memory, added in a fixed order by a second kernel: the same bits
-                               in every run. pallas-mosaic, in 2, 4 or 8 parts of low tiles: in the shared memory of
-                               a thread block cluster, with no second kernel
+                               in every run. pallas-mosaic, in 2, 4 or 8 parts of low tiles and N a multiple of 8: in
+                               the shared memory of a thread block cluster, with no second kernel
                 "atomic-fp32": float32 atomic additions into a zeroed buffer, which a second kernel rounds to y; the
                                order of the additions, and with it the last bits, varies from run to run
                 "atomic":      each part scaled, rounded to y's dtype and added to a zeroed y atomically: no second

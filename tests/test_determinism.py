@@ -213,9 +213,11 @@ def test_a_row_does_not_depend_on_the_batch(backend: str, variant: str, order: s
     ],
 )
 def test_split_k_in_two_passes_keeps_the_bits(backend: str) -> None:
-    """Where K is cut depends on K and the config alone, and partial sums are added in a fixed order."""
-    assert_same_runs(backend, "bf16", "row", TWO_PASS)
-    assert_batch_invariant(backend, "bf16", "row", TWO_PASS)
+    """Where K is cut depends on K and the config alone, and partial sums are added in a fixed order: by a second
+    kernel, and two parts in pallas-mosaic by clusters."""
+    for config in (TWO_PASS, TWO_PASS.replace(split_k=2)) if backend == "pallas-mosaic" else (TWO_PASS,):
+        assert_same_runs(backend, "bf16", "row", config)
+        assert_batch_invariant(backend, "bf16", "row", config)
 
 
 TALL = CONFIG.replace(block_m=48)

@@ -156,6 +156,22 @@ def test_split_k_is_taken_only_at_the_tokens_it_was_measured_at(
     assert backends.choose_config(problem, backend="torch-triton", gpu="Some GPU").config == Config(group_m=8)
 
 
+def test_clusters_stay_where_the_batch_is_another(measured: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pallas-mosaic's two parts of K pay with many tiles, too; not so parts that a second kernel adds up."""
+    known = next(entry for entry in tuning._entries("some-gpu") if entry["tokens"] == 8)
+
+    def parts_at(tokens: int, split_k: int) -> int:
+        config = Config(block_m=16, block_n=64, block_k=128, num_stages=4, split_k=split_k)
+        entry = {**known, "backend": "pallas-mosaic", "config": json.loads(config.to_json())}
+        monkeypatch.setattr(tuning, "_entries", lambda slug: [entry])
+        choice = backends.choose_config(measured_at(tokens), backend="pallas-mosaic", gpu="Some GPU")
+        assert choice.source.startswith("measured")
+        return choice.config.split_k
+
+    assert [parts_at(tokens, 2) for tokens in (5, 8, 12)] == [2, 2, 2]
+    assert [parts_at(tokens, 3) for tokens in (5, 8, 12)] == [1, 3, 1]
+
+
 def test_default_configs_give_the_same_bits_in_every_run() -> None:
     entries = tuning._entries("nvidia-h200")
     assert entries
